@@ -1,5 +1,5 @@
-"""Records of tuning winners: their form (`record`), places (`places`), finding (`lookup`),
-explaining (`listing`), joining (`election`) and moving between stores (`transfer`)."""
+"""Records of tuning winners: format (`record`), locations (`places`), look-up (`lookup`), listing
+and explaining (`listing`), joining (`election`), moving between stores (`transfer`)."""
 
 from tilegen.store.listing import Listed, list_records, why, why_lines
 from tilegen.store.lookup import Difference, Found, Saved, dated, look_up, save

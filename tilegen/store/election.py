@@ -1,19 +1,19 @@
-"""The election of a winner among the findings for one key, and joining of records by it.
+"""Election of a winner among the findings for one key, and the join of records by that election.
 
-The rule, which cache/README.md explains to people:
+cache/README.md explains the rule to users:
 
-1. Of one machine only the last finding counts.
-2. Findings taken with the newest versions stand before all others. Newest is what has the highest
-   numbers, so no clock decides that; dates tell templates of one tilegen apart.
-3. Of those the fastest wins. Medians that tie with it are equal measurements: then the config that
-   most machines measured wins, then the first in the order of configs. A measurement that several
-   machines have written down is one.
+1. Of each machine only the latest finding counts.
+2. Findings measured with the newest versions precede all others. Version numbers decide, not
+   clocks; dates decide only between templates of equal versions.
+3. Of these the fastest wins. Medians that tie with the fastest are equal measurements: then the
+   config that most machines measured wins, then the first in the order of configs. A measurement
+   counts once, however many machines wrote it down.
 
-A finding whose date is more than a day ahead comes from a wrong clock: it counts as older than all
-others, and its time as any other's.
+A date more than a day ahead comes from a wrong clock: such a finding counts as the oldest, but its
+measurement counts like any other.
 
-A joined record holds the findings it was made from, as rivals. So joining is commutative,
-associative and idempotent: stores may be merged in any order, and as often as one likes.
+A joined record keeps its findings as rivals. So joins are commutative, associative and idempotent:
+stores may be merged in any order and any number of times.
 """
 
 from __future__ import annotations
@@ -32,62 +32,65 @@ from tilegen.store.versions import is_credible, release_order
 from tilegen.tuning.measure import tie_limit
 
 SOFTWARE = ("triton", "driver")
-"""Names of the versions that a timing depends on; in place of tilegen's stands the template's
-digest."""
+"""Versions that a timing depends on. The template's digest takes the place of tilegen's version."""
 
 
 def join(records: Iterable[TuningRecord]) -> TuningRecord:
-    """Return one record with what all of them found, the winner in front; what is no finding is
-    left out. Raises InvalidRecord if they are about different things, or nothing is left.
+    """Join records about one key into the elected winner, with the other findings as rivals.
+
+    Invalid findings are dropped, and the oldest beyond `MAX_RIVALS` rivals. Raises InvalidRecord if
+    the keys differ, or no valid finding is left.
     """
-    last: dict[str, TuningRecord] = {}
+    latest: dict[str, TuningRecord] = {}
     keys: set[tuple[str, ...]] = set()
-    wrong = ""
+    last_trouble = ""
     for record in records:
         keys.add(record.key)
         for finding in record.findings:
             if trouble := no_finding(finding):
-                wrong = trouble
+                last_trouble = trouble
                 continue
-            who = finding.source or _measured(finding)
-            last[who] = max(last.get(who, finding), finding, key=_order)
+            machine = finding.source or _measured(finding)
+            latest[machine] = max(latest.get(machine, finding), finding, key=_order)
     if len(keys) != 1:
         raise InvalidRecord(f"expected records about one key, got {sorted(keys)}")
-    if not last:
-        raise InvalidRecord(wrong)
-    kept = sorted(last.values(), key=_order, reverse=True)[: MAX_RIVALS + 1]
+    if not latest:
+        raise InvalidRecord(last_trouble)
+    kept = sorted(latest.values(), key=_order, reverse=True)[: MAX_RIVALS + 1]
     winner = elect(kept)
-    return replace(winner, rivals=tuple(one for one in kept if one is not winner))
+    return replace(winner, rivals=tuple(finding for finding in kept if finding is not winner))
 
 
 def elect(findings: Sequence[TuningRecord]) -> TuningRecord:
-    """Return the winner of findings about one key."""
+    """Elect the winner among findings about one key."""
     newest = max(findings, key=_newness)
-    peers = [one for one in findings if conditions(one) == conditions(newest)]
+    peers = [finding for finding in findings if conditions(finding) == conditions(newest)]
     fastest = min(peers, key=_speed)
     limit = tie_limit(fastest.measurement)
-    equal = [one for one in peers if (one.measurement.median_us or 0.0) <= limit]
-    votes = Counter(config for config, _ in {(one.config, one.measurement) for one in equal})
-    config = min(votes, key=lambda one: (-votes[one], one))
-    return min((one for one in equal if one.config == config), key=_speed)
+    tied = [finding for finding in peers if (finding.measurement.median_us or 0.0) <= limit]
+    # A set: several machines may have written down one measurement.
+    measured = {(finding.config, finding.measurement) for finding in tied}
+    votes = Counter(config for config, _ in measured)
+    elected = min(votes, key=lambda config: (-votes[config], config))
+    return min((finding for finding in tied if finding.config == elected), key=_speed)
 
 
 def no_finding(finding: TuningRecord) -> str:
-    """Return why a record is none: nobody has measured it, or nobody can have. An empty text if it
-    is one."""
+    """Explain why a record is no valid finding: it is unmeasured, or faster than its GPU can be.
+    Empty if the finding is valid."""
     if not finding.is_measured:
         return "nobody has measured it, so the model at hand chooses"
     return too_fast(finding.measurement, finding.problem, finding.gpu, finding.kernel)
 
 
 def conditions(record: TuningRecord) -> dict[str, str]:
-    """Return the software that a timing depends on besides the key, by name."""
+    """Return the versions that a timing depends on besides the record's key, by name."""
     software = {name: getattr(record.versions, name) for name in SOFTWARE}
     return {**software, "template_digest": record.template_digest}
 
 
 def verdict(winner: TuningRecord, loser: TuningRecord) -> str:
-    """Return why `winner` stands before `loser`, both findings about one key."""
+    """Explain why `winner` precedes `loser`; both are findings about one key."""
     if trouble := no_finding(loser):
         return f"the other is no finding: {trouble}"
     won, lost = winner.measurement.median_us or 0.0, loser.measurement.median_us or 0.0
@@ -106,12 +109,12 @@ def verdict(winner: TuningRecord, loser: TuningRecord) -> str:
 
 
 def _order(finding: TuningRecord) -> tuple[Any, ...]:
-    """Later findings of a machine sort behind earlier ones; the rest makes the order total."""
+    """Return a sort key that places later findings last. `trials` and the text make it total."""
     return is_credible(finding.date), finding.date, finding.trials, _text(finding)
 
 
 def _newness(finding: TuningRecord) -> tuple[Any, ...]:
-    """Findings with higher versions sort behind those with lower ones, tilegen's first of all."""
+    """Return a sort key that places higher versions last; tilegen's version decides first."""
     versions = [getattr(finding.versions, name) for name in ("tilegen", *SOFTWARE)]
     return *map(release_order, versions), *_order(finding)
 
@@ -121,12 +124,11 @@ def _speed(finding: TuningRecord) -> tuple[float, str]:
 
 
 def _measured(finding: TuningRecord) -> str:
-    """Return the measurement of an unknown machine, with its conditions: it is a finding once,
-    however many have written it down."""
+    """Identify the measurement of an unknown machine, so that copies count as one finding."""
     return f"{finding.config} {finding.measurement} {conditions(finding)}"
 
 
 @lru_cache(maxsize=1024)
 def _text(finding: TuningRecord) -> str:
-    # Without line ends and with sorted names: the order must not depend on how files are laid out.
+    # Sorted names and no line ends: the order must not depend on the layout of files.
     return json.dumps(json.loads(finding.to_json()), sort_keys=True)

@@ -1,4 +1,4 @@
-"""Reading JSON that anybody may have written: every value is checked for its type and range."""
+"""Parsing of untrusted JSON: the type and range of every value are checked."""
 
 from __future__ import annotations
 
@@ -15,33 +15,37 @@ MAX_TEXT = 1000
 
 @dataclass(frozen=True)
 class Fields:
-    """One JSON object. Each method returns a checked value or raises InvalidRecord with its name.
+    """The fields of one JSON object. Each method checks a value, or raises InvalidRecord with the
+    field's name.
 
-    Fields nobody asks for are ignored, so that a record may grow some without a new schema.
+    Unknown fields are ignored, so that records may gain fields without a new schema.
     """
 
     values: dict[str, Any]
     where: str = ""
-    """Prefix of the names in messages, such as `measurement.`."""
+    """Prefix of field names in messages, such as `measurement.`."""
 
     def integer(self, name: str, low: int, high: int) -> int:
-        """Return the int `low <= name <= high`."""
+        """Return an integer field in `low`..`high`, both included."""
         value = self._get(name)
         if type(value) is not int or not low <= value <= high:
             self._refuse(name, f"an int in {low}..{high}", value)
         return value
 
     def number(self, name: str, low: float, high: float) -> float:
-        """Return the finite number `low <= name <= high` as a float."""
+        """Return a finite number in `low`..`high`, both included, as a float."""
         value = self._get(name)
         if type(value) not in (int, float) or not low <= value <= high:
             self._refuse(name, f"a number in {low:g}..{high:g}", value)
         return float(value)
 
     def text(self, name: str, pattern: str = "", expected: str = "", *, longest: int = 200) -> str:
-        """Return the printable text; if `pattern` is given, one that matches all of it."""
+        """Return a printable text of at most `longest` characters.
+
+        A `pattern` must match the whole text; `expected` describes the pattern in the error.
+        """
         value = self._get(name)
-        # Text may reach a terminal: no escape sequences, line ends or lone surrogates.
+        # Texts may reach a terminal: no escape sequences, line ends or lone surrogates.
         if not isinstance(value, str) or len(value) > longest or not value.isprintable():
             self._refuse(name, f"printable text of at most {longest} characters", value)
         if pattern and not re.fullmatch(pattern, value):
@@ -49,35 +53,35 @@ class Fields:
         return value
 
     def choice(self, name: str, allowed: tuple[str, ...]) -> str:
-        """Return the text, one of `allowed`."""
+        """Return a text field that is in `allowed`."""
         value = self._get(name)
         if not isinstance(value, str) or value not in allowed:
             self._refuse(name, f"one of {', '.join(allowed)}", value)
         return value
 
     def flag(self, name: str) -> bool:
-        """Return true or false."""
+        """Return a boolean field."""
         value = self._get(name)
         if not isinstance(value, bool):
             self._refuse(name, "true or false", value)
         return value
 
     def group(self, name: str) -> Fields:
-        """Return the JSON object `name`."""
+        """Return the fields of a nested JSON object."""
         return fields_of(self._get(name), self.where + name)
 
     def groups(self, name: str, most: int) -> list[Fields]:
-        """Return the JSON objects of the list `name`, at most `most`."""
+        """Return the fields of each JSON object in a list of at most `most`."""
         value = self._get(name)
         if not isinstance(value, list) or len(value) > most:
             self._refuse(name, f"a list of at most {most} JSON objects", value)
         return [
-            fields_of(one, f"{self.where}{name}[{index}]")
-            for index, one in enumerate(cast("list[Any]", value))
+            fields_of(item, f"{self.where}{name}[{index}]")
+            for index, item in enumerate(cast("list[Any]", value))
         ]
 
     def is_null(self, name: str) -> bool:
-        """True where the field is there and null."""
+        """Return True if the field is null. A missing field raises InvalidRecord."""
         return self._get(name) is None
 
     def _get(self, name: str) -> Any:
@@ -90,7 +94,7 @@ class Fields:
 
 
 def parse_json(text: str) -> Fields:
-    """Return the JSON object that `text` holds. Raises InvalidRecord, never anything else."""
+    """Parse a JSON object. Raises InvalidRecord and no other error."""
     try:
         value = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_duplicates)
     except RecursionError:
@@ -103,10 +107,10 @@ def parse_json(text: str) -> Fields:
 
 
 def fields_of(value: object, name: str) -> Fields:
-    """Return the fields of a JSON object that is called `name`. Raises InvalidRecord."""
+    """Wrap a decoded JSON object called `name`. Raises InvalidRecord if the value is no object."""
     if not isinstance(value, dict):
-        what = name or "the file"
-        raise InvalidRecord(f"{what} must be a JSON object, got {reprlib.repr(value)}")
+        shown = name or "the file"
+        raise InvalidRecord(f"{shown} must be a JSON object, got {reprlib.repr(value)}")
     return Fields(cast("dict[str, Any]", value), f"{name}." if name else "")
 
 

@@ -1,4 +1,4 @@
-"""Record files in folders: read with suspicion, written whole or not at all, kept if broken."""
+"""Record files in local folders: checked when read, written atomically, set aside if broken."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from tilegen.errors import InvalidRecord, Unsupported
 from tilegen.tuning.measure import one_line
 
 MAX_FILE_BYTES = 64 * 1024
-"""Limit of a record's file [bytes]: a record has about 1.5 KiB, and at most 15 rivals of 1 KiB."""
+"""Maximum size of a record's file [bytes]. A record has about 1.5 KiB, each of at most 15 rivals
+1 KiB."""
 BLOCK = 128 * 1024
-"""Size of the pieces that a file is read in [bytes]."""
+"""Maximum size of one read [bytes]."""
 LOCK = ".tilegen.lock"
-"""Name of the file whose lock writers hold; NFS has locks between machines for files alone."""
+"""Name of the file that writers lock. NFS locks files between machines, but not folders."""
 LOCK_SECONDS = 60.0
-"""Time that the lock is waited for [seconds]: a writer holds it for milliseconds, and one that
-hangs must not hang all others."""
+"""Longest wait for the lock [seconds]. A writer holds it for milliseconds, and a writer that hangs
+must not block all others."""
 NOT_LETTING_IN = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOENT)
-"""Errors about writing a file, not about locks."""
+"""Errors of creating the lock file; any other error means that the file system has no locks."""
 BROKEN = ".broken"
-"""Ending of the names of files that were set aside."""
+"""Suffix of files that were set aside."""
 
 Change = Callable[[bytes | None], bytes | None]
-"""Function from what is there (None: nothing) to what shall be there (None: leave it). It raises
-InvalidRecord if what is there cannot be used, and is then called again with None."""
+"""Function from a file's content (None: no file) to the new content (None: leave the file). It
+raises InvalidRecord for unusable content, and is then called again with None."""
 
 
 class Locked(Unsupported):
@@ -39,11 +40,11 @@ class Locked(Unsupported):
 
 
 class Unreadable(InvalidRecord):
-    """The system would not hand the file over; what is in it may be in order."""
+    """A file that the system cannot read; its content may be valid."""
 
 
 def inside(root: Path, path: PurePath | str) -> Path:
-    """Return where `path` lies below `root`. Raises Unsupported if a link leads out of there."""
+    """Join `root` and `path`. Raises Unsupported if a folder between them is a symbolic link."""
     for parent in reversed(PurePath(path).parents[:-1]):
         if (root / parent).is_symlink():
             raise Unsupported(
@@ -54,12 +55,13 @@ def inside(root: Path, path: PurePath | str) -> Path:
 
 
 def read_bytes(path: Path, limit: int = MAX_FILE_BYTES) -> bytes | None:
-    """Read a file; None if there is none. Raises InvalidRecord or Unreadable.
+    """Read a file of at most `limit` bytes; None if there is no file.
 
-    A link is followed, to a regular file only: a pipe or device would block or never end.
+    A symbolic link is followed to a regular file only: a pipe or device could block or never end.
+    Raises Unreadable for errors of the system, InvalidRecord for anything else.
     """
     try:
-        # Without O_NONBLOCK, opening a pipe that nobody writes to would wait for ever.
+        # Without O_NONBLOCK, opening a pipe without a writer would block forever.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
         if path.is_symlink():
@@ -78,9 +80,9 @@ def read_bytes(path: Path, limit: int = MAX_FILE_BYTES) -> bytes | None:
 
 
 def read_to_end(read: Callable[[int], bytes], limit: int) -> bytes:
-    """Return all that `read` gives, which may hand out less than it is asked for before the end.
+    """Call `read` until the end of the file; it may return fewer bytes than requested.
 
-    Raises InvalidRecord beyond `limit` bytes, and takes no more than one further byte.
+    Raises InvalidRecord if there are more than `limit` bytes, after at most one byte beyond them.
     """
     data = bytearray()
     while len(data) <= limit and (block := read(min(BLOCK, limit + 1 - len(data)))):
@@ -91,7 +93,7 @@ def read_to_end(read: Callable[[int], bytes], limit: int) -> bytes:
 
 
 def text_of(data: bytes) -> str:
-    """Return the text that `data` encodes. Raises InvalidRecord."""
+    """Decode UTF-8. Raises InvalidRecord."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -99,9 +101,10 @@ def text_of(data: bytes) -> str:
 
 
 def update(path: Path, change: Change, limit: int = MAX_FILE_BYTES) -> str:
-    """Change a file in one step that no other writer can come between; return what else happened.
+    """Apply `change` to a file while holding the folder's lock, and replace the file atomically.
 
-    A broken file in the way is set aside. Raises Unsupported when it cannot be written.
+    A broken file is set aside first. Return a note about that file, empty if there was none. Raises
+    Unsupported if the file cannot be written.
     """
     note = ""
     with only_writer(path.parent):
@@ -118,19 +121,19 @@ def update(path: Path, change: Change, limit: int = MAX_FILE_BYTES) -> str:
 
 
 def check_writable(folder: Path) -> None:
-    """Raise Unsupported for a folder that cannot be written to, or made. Changes nothing."""
-    there = next(one for one in (folder, *folder.parents) if os.path.lexists(one))
-    wrong = errno.EACCES if there.is_dir() else errno.ENOTDIR
-    if wrong == errno.ENOTDIR or not os.access(there, os.W_OK | os.X_OK):
-        raise cannot_write(there, OSError(wrong, os.strerror(wrong)))
+    """Check that a folder can be written, or created. Writes nothing; raises Unsupported."""
+    existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    code = errno.EACCES if existing.is_dir() else errno.ENOTDIR
+    if code == errno.ENOTDIR or not os.access(existing, os.W_OK | os.X_OK):
+        raise cannot_write(existing, OSError(code, os.strerror(code)))
 
 
 @contextlib.contextmanager
 def only_writer(folder: Path) -> Generator[None, None, None]:
-    """Make `folder`, and keep other processes, of all machines, from writing into it meanwhile.
+    """Create `folder`, and exclude the writers of all machines from it during the block.
 
-    On a file system without locks every write is still whole; only one of two findings written at
-    the same moment may then be lost. Raises Unsupported when the folder cannot be written to.
+    On a file system without locks each write is still atomic, but of two findings written at the
+    same moment one may be lost. Raises Unsupported if the folder cannot be written.
     """
     with locked(folder / LOCK, LOCK_SECONDS, f"to write into {str(folder)!r}"):
         yield
@@ -139,17 +142,18 @@ def only_writer(folder: Path) -> Generator[None, None, None]:
 
 @contextlib.contextmanager
 def locked(file: Path, seconds: float, wanted: str) -> Generator[None, None, None]:
-    """Hold the lock of a file, which is made with its folder; a thread that holds the lock may take
-    it again.
+    """Create a lock file with its folder, and hold the lock during the block. A thread may take a
+    lock that it already holds.
 
-    On a file system without locks nobody is kept out, with a warning. Raises Locked if another
-    process, which wanted the same, holds it for `seconds`; Unsupported if the file cannot be made.
+    On a file system without locks, log a warning and exclude nobody. Raises Locked, with `wanted`
+    as the purpose, if another process holds the lock for `seconds`. Raises Unsupported if the file
+    cannot be created.
     """
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise cannot_write(file.parent, error) from error
-    lock = FileLock(file, mode=0o666, is_singleton=True)  # for all who may write into the folder
+    lock = FileLock(file, mode=0o666, is_singleton=True)  # every user of the folder may lock it
     held = False
     try:
         lock.acquire(timeout=seconds, poll_interval=0.01)
@@ -174,7 +178,7 @@ def locked(file: Path, seconds: float, wanted: str) -> Generator[None, None, Non
 
 
 def _last(folder: Path) -> None:
-    """Make what was renamed in a folder last, where folders can be synchronised."""
+    """Fsync a folder, where its file system can, so that renames survive a crash."""
     with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -184,11 +188,11 @@ def _last(folder: Path) -> None:
 
 
 def set_aside_if_broken(path: Path, parse: Callable[[bytes], object]) -> Path | None:
-    """Set aside a file that `parse` raises InvalidRecord for; return its new name, None if it
-    stays. Raises Unsupported where somebody writes into the folder, or nobody can."""
+    """Set aside a file for which `parse` raises InvalidRecord; return its new path, None if the
+    file stays. Raises Unsupported if the folder is locked, or cannot be written."""
     with locked(path.parent / LOCK, 0, f"to tidy {str(path.parent)!r}"):
         try:
-            # Read again: a writer may have repaired it since it was found to be broken.
+            # Read again under the lock: a writer may have repaired the file meanwhile.
             if (data := read_bytes(path)) is not None:
                 parse(data)
         except Unreadable:
@@ -199,8 +203,8 @@ def set_aside_if_broken(path: Path, parse: Callable[[bytes], object]) -> Path | 
 
 
 def set_aside(path: Path) -> Path | None:
-    """Rename a broken file to a free name ending in `.broken`; return it, None if impossible.
-    Nobody else may write into the folder meanwhile."""
+    """Rename a broken file to a free name ending in `.broken`; return the new path, None if that
+    fails. The caller must hold the folder's lock."""
     names = [f"{path.name}{BROKEN}", *(f"{path.name}.{n}{BROKEN}" for n in range(2, 100))]
     for free in (path.with_name(name) for name in names):
         if not os.path.lexists(free):

@@ -1,7 +1,7 @@
 """Records of libraries: the time of a whole pass by the fastest of PyTorch's own kernels.
 
-One JSON file in the own directory, at `libraries/<gpu>/<pass>/<problem>.json`. It is about one
-machine's PyTorch, so it does not travel.
+Each is a JSON file in the local cache, at `libraries/<gpu>/<pass>/<problem>.json`. It holds only
+for one machine's PyTorch, so it is not shared.
 """
 
 from __future__ import annotations
@@ -50,23 +50,23 @@ class LibraryRecord:
     arch: str
     direction: Direction
     problem: AttentionProblem
-    """The problem that was measured, a bucket's."""
+    """The measured problem: batch and lengths are those of a bucket."""
     policy: str = POLICY
     library: Backend
     measurement: Measurement
-    """The time of the whole pass; status ok."""
+    """Time of the whole pass, with status ok."""
     versions: Versions
-    """Versions that the library was measured with; another PyTorch has other kernels."""
+    """Versions on the machine that measured; another PyTorch has other kernels."""
     date: str
     command: str = ""
 
     @property
     def config(self) -> str:
-        """Name of the library in the place of tiles: `library: cudnn`."""
+        """Name of the library, shown in place of a tile config: `library: cudnn`."""
         return f"library: {self.library}"
 
     def to_json(self) -> str:
-        """Return the text of the record's file; `from_json` reads it back."""
+        """Serialise the record to its file's text; `from_json` is the inverse."""
         values: dict[str, Any] = {
             field.name: getattr(self, field.name) for field in dataclasses.fields(self)
         }
@@ -79,7 +79,7 @@ class LibraryRecord:
 
     @classmethod
     def from_json(cls, text: str) -> LibraryRecord:
-        """Return the record that `text` holds, every field checked. Raises InvalidRecord."""
+        """Parse a record and check every field. Raises InvalidRecord."""
         fields = parse_json(text)
         if (schema := fields.integer("schema", 1, 2**31)) != SCHEMA:
             raise OtherSchema(f"schema must be {SCHEMA}, got {schema}")
@@ -101,12 +101,12 @@ class LibraryRecord:
 
 
 def library_path(gpu: str, direction: Direction, problem: AttentionProblem) -> PurePosixPath:
-    """Return where a record lies in the own directory."""
+    """Return the path of a library's record in the local cache."""
     return PurePosixPath("libraries", slug(gpu), direction, f"{slug(problem.rounded.key)}.json")
 
 
 def save_library(record: LibraryRecord) -> Path:
-    """Put a record into the own directory, in the place of an earlier one; return the file. Raises
+    """Write a record to the local cache, replacing an earlier record; return the file. Raises
     Unsupported."""
     path = library_path(record.gpu, record.direction, record.problem)
     file = inside(settings().cache_dir, path)
@@ -117,8 +117,8 @@ def save_library(record: LibraryRecord) -> Path:
 def library_record(
     problem: AttentionProblem, gpu: GpuSpec, direction: Direction
 ) -> LibraryRecord | None:
-    """Return the record of a problem's bucket on this GPU model, None if there is none that can be
-    used; what cannot is named once."""
+    """Load the record of a problem's bucket on a GPU model; None if there is no usable record. An
+    unusable record is logged once."""
     bucket = problem.bucket
     file = settings().cache_dir / library_path(gpu.name, direction, bucket)
     try:
@@ -128,8 +128,8 @@ def library_record(
     except InvalidRecord as error:
         say_once(f"record {str(file)!r} passed over: {error}")
         return None
-    asked = (gpu.name, gpu.arch, direction, bucket, POLICY)
-    if asked != (record.gpu, record.arch, record.direction, record.problem, record.policy):
+    wanted = (gpu.name, gpu.arch, direction, bucket, POLICY)
+    if wanted != (record.gpu, record.arch, record.direction, record.problem, record.policy):
         say_once(f"record {str(file)!r} is about something else; passed over")
         return None
     return record

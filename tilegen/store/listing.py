@@ -1,4 +1,4 @@
-"""List records, and explain which of them a call would use: `list_records`, `why`."""
+"""Lists of records, and explanations of which record a call would use: `list_records`, `why`."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Listed:
-    """One record file; `trouble` says why it is not used, and is empty when it is."""
+    """A record file. `trouble` explains why the file is unusable; empty if it is usable."""
 
     location: Location
     name: str
-    """Name of the file, relative to the location."""
+    """Path of the file, relative to the location."""
     record: TuningRecord | None
     trouble: str
 
     @property
     def file(self) -> str:
-        """Address of the file, for people."""
+        """Address of the file, for messages."""
         return self.location.address(self.name)
 
     @property
@@ -45,19 +45,19 @@ class Listed:
 def list_records(
     where: Sequence[Location] | None = None, *, strict: bool = False
 ) -> Iterator[Listed]:
-    """Yield every record file of all locations, also those that cannot be used. Changes nothing.
+    """Yield every record file of the locations, unusable files included. Changes nothing.
 
-    A location that does not answer is passed over with a warning; `strict` raises Unreachable.
+    A location that does not answer is skipped with a warning; with `strict`, it raises Unreachable.
     """
     for location in locations() if where is None else where:
         try:
-            found, broken = names(location, "records"), names(location, "broken")
+            records, broken = names(location, "records"), names(location, "broken")
         except Unreachable as error:
             if strict:
                 raise
             pass_over(location, error)
             continue
-        for name, data in read_all(location, found):
+        for name, data in read_all(location, records):
             yield _examine(location, name, data)
         for name in broken:
             trouble = "was broken and set aside; delete it once you have seen it"
@@ -72,8 +72,8 @@ def why(
     where: Sequence[Location] | None = None,
     top: int = 10,
 ) -> list[Found]:
-    """Return records of all locations, nearest to the task first, each with all differences."""
-    found: list[tuple[float, Found]] = []
+    """List the `top` records nearest to a task, nearest first, each with all its differences."""
+    ranked: list[tuple[float, Found]] = []
     for listed in list_records(where):
         if (record := listed.record) is None:
             continue
@@ -87,13 +87,13 @@ def why(
             differences=(*hard, *doubts),
             borrowed=record.gpu != task.device.name,
         )
-        found.append((distance, entry))
-    found.sort(key=lambda pair: pair[0])  # stable: equals stay in the order of the locations
-    return [entry for _, entry in found[:top]]
+        ranked.append((distance, entry))
+    ranked.sort(key=lambda pair: pair[0])  # stable: ties keep the order of the locations
+    return [entry for _, entry in ranked[:top]]
 
 
 def why_lines(task: KernelTask, nearest: Sequence[Found]) -> list[str]:
-    """Return the report of `why` for people: one line per record, only what differs."""
+    """Format the result of `why`: one line per record, with the fields that differ."""
     bucket, kernel = task.problem.bucket, task.kernel
     if not nearest:
         return [f"no record of any kind; to make one: tilegen tune '{bucket}' --kernel {kernel}"]
@@ -124,7 +124,7 @@ def _examine(location: Location, name: str, data: bytes | TilegenError | None) -
     return Listed(location=location, name=name, record=record, trouble=trouble)
 
 
-_WEIGHTS = {  # of a difference in a field; all others weigh 1
+_WEIGHTS = {  # weight of a difference, by field; other fields weigh 1
     "kernel": 100.0,
     "policy": 100.0,
     "arch": 40.0,
@@ -137,7 +137,7 @@ _WEIGHTS = {  # of a difference in a field; all others weigh 1
 
 
 def _distance(difference: Difference) -> float:
-    """Return how far a difference takes a record's choice from being a good guess."""
+    """Return the distance that a difference adds; numbers weigh by the logarithm of their ratio."""
     weight = _WEIGHTS.get(difference.field, 1.0)
     if not (difference.current.isdecimal() and difference.stored.isdecimal()):
         return weight

@@ -1,4 +1,4 @@
-"""Find and save records: this GPU model's, then those of its like; own, shared, shipped."""
+"""Look-up of records, of this GPU model and then of similar models; and saving of records."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Difference:
-    """A field in which a record is not what was asked for."""
+    """A field in which a record differs from the task."""
 
     field: str
     current: str
@@ -42,25 +42,25 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A record and where it came from."""
+    """A record and its origin."""
 
     record: TuningRecord
     file: str
     origin: Origin
     differences: tuple[Difference, ...]
-    """Differences from what was asked for. `look_up` gives soft ones, which leave in doubt whether
-    the record is still the best; `why` gives all."""
+    """Differences from the task. `why` lists all. `look_up` lists soft differences, which leave in
+    doubt whether the record is still the best, and the GPU of a borrowed record."""
     borrowed: bool = False
-    """True: the record is of another GPU of the same architecture."""
+    """True if the record is of another GPU model; from `look_up`, of the same architecture."""
     others: tuple[TuningRecord, ...] = ()
-    """Findings of other machines, before which `record` stands; `look_up` gives them."""
+    """The other findings of the record's file; only `look_up` lists them."""
 
     def __str__(self) -> str:
         return f"{self.file}, borrowed from {self.record.gpu}" if self.borrowed else self.file
 
 
 class OtherTilegen(Unsupported):
-    """A record of another schema is in the way, and stays."""
+    """A record that another tilegen wrote; saving never replaces it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,10 +69,11 @@ class Saved:
 
     file: str
     written: bool
-    """True: the file has changed."""
+    """True if the file changed, or would change without `dry_run`."""
     wins: bool
-    """True: a look-up finds this record there now."""
+    """True if the saved record is now the winner of its file."""
     reason: str
+    """Why the record wins or not, or a note on an invalid file that was there."""
 
 
 def look_up(
@@ -84,19 +85,19 @@ def look_up(
     borrow: bool | Literal["only"] = True,
     strict: bool = False,
 ) -> Found | None:
-    """Return the record to use for a task; None where there is none, and the model decides.
+    """Look up the record to use for a task; None if there is no usable record.
 
-    The first location with a measured record wins. Without one, unless `borrow` is false, that of
-    the nearest GPU of the same architecture does; with `borrow="only"` no other is looked for. What
-    cannot be used is passed over with one warning each. With `strict` shared locations are read
-    anew, and one that does not answer raises Unreachable.
+    The first location with a measured record wins. If there is none, the record of the nearest GPU
+    of the same architecture is borrowed, unless `borrow` is False; `borrow="only"` skips the task's
+    own GPU model. Unusable records are skipped with one warning each. With `strict`, shared
+    locations are read afresh, and a location that does not answer raises Unreachable.
     """
-    asked, gpu = _Asked(task, versions or Versions(), template_digest, strict), task.device
+    request, gpu = _Asked(task, versions or Versions(), template_digest, strict), task.device
     where = locations() if where is None else where
-    best = None if borrow == "only" else next(asked.all(gpu, where), None)
+    best = None if borrow == "only" else next(request.all(gpu, where), None)
     if best is None and borrow:
-        others = (found for other in like(gpu) for found in asked.all(other, where))
-        best = next(others, None)
+        borrowable = (record for other in like(gpu) for record in request.all(other, where))
+        best = next(borrowable, None)
     if best is not None and best.borrowed:
         say_once(f"no measured record for {gpu.name}: record {best.file!r} is borrowed")
     elif best is not None and best.differences:
@@ -109,7 +110,7 @@ def look_up(
 
 @dataclass(frozen=True)
 class _Asked:
-    """One look-up: a task, and what a record should have been measured with."""
+    """A look-up: a task, with the versions and template that its record should match."""
 
     task: KernelTask
     versions: Versions
@@ -117,15 +118,15 @@ class _Asked:
     strict: bool
 
     def all(self, gpu: GpuSpec, where: Sequence[Location]) -> Iterator[Found]:
-        """Yield the usable records of `gpu` in the order of locations, for the task's device."""
+        """Yield the usable records of `gpu`, in the order of locations, for the task's device."""
         task, runs_on = self.task, self.task.device
         path = record_path(gpu.name, task.kernel, bucket_of(task.problem))
         for location in where:
             if (record := self._usable(path, location)) is None:
                 continue
             file = location.address(path)
-            if wrong := identity(replace(task, device=gpu), record):
-                say_once(f"record {file!r} is about something else ({joined(wrong)}); passed over")
+            if hard := identity(replace(task, device=gpu), record):
+                say_once(f"record {file!r} is about something else ({joined(hard)}); passed over")
                 continue
             if not (findings := self._possible(record, file)):
                 continue
@@ -144,27 +145,29 @@ class _Asked:
                     *soft(self.versions, self.template_digest, record),
                 ),
                 borrowed=borrowed,
-                others=tuple(one for one in findings if one is not record),
+                others=tuple(finding for finding in findings if finding is not record),
             )
 
     def _possible(self, record: TuningRecord, file: str) -> tuple[TuningRecord, ...]:
-        """Return the measured part of a record, a winner first."""
-        troubles = {one: no_finding(one) for one in record.findings}
-        if wrong := next(filter(None, troubles.values()), ""):
-            say_once(f"record {file!r}: a finding is passed over: {wrong}")
-        left = tuple(one for one in record.findings if not troubles[one])
-        return join(left).findings if left and wrong else left
+        """Return the valid findings of a record, the winner first; log an invalid finding."""
+        troubles = {finding: no_finding(finding) for finding in record.findings}
+        if trouble := next(filter(None, troubles.values()), ""):
+            say_once(f"record {file!r}: a finding is passed over: {trouble}")
+        valid = tuple(finding for finding in record.findings if not troubles[finding])
+        return join(valid).findings if valid and trouble else valid
 
     def _best_of(self, findings: Sequence[TuningRecord]) -> TuningRecord:
-        """Return the finding to use, one under the present conditions if there is any."""
+        """Choose the winner, or a rival if only rivals match the present versions and template."""
         winner, *rivals = findings
         if not rivals or not soft(self.versions, self.template_digest, winner):
             return winner
-        alike = [one for one in rivals if not soft(self.versions, self.template_digest, one)]
-        return elect(alike) if alike else winner
+        current = [
+            rival for rival in rivals if not soft(self.versions, self.template_digest, rival)
+        ]
+        return elect(current) if current else winner
 
     def _usable(self, path: PurePosixPath, location: Location) -> TuningRecord | None:
-        """Return the record at a place, or None after a warning that names it."""
+        """Read the record of a location; None if it is missing, or unusable and logged."""
         file = location.address(path)
         try:
             data = places.read(location, path, fresh=self.strict)
@@ -176,7 +179,7 @@ class _Asked:
                     f"must choose alike; it {error}"
                 ) from None
             places.pass_over(location, error)
-        except (OtherSchema, Unreadable) as error:  # may be in order, so it stays where it is
+        except (OtherSchema, Unreadable) as error:  # may be valid, so it is not set aside
             say_once(f"record {file!r} passed over: {one_line(error)}")
         except InvalidRecord as error:
             aside = places.set_aside(location, path, lambda data: _parsed(text_of(data)))
@@ -186,8 +189,8 @@ class _Asked:
 
 
 def like(gpu: GpuSpec) -> list[GpuSpec]:
-    """Return the other GPUs of the catalogue with the same architecture, nearest first: in SMs,
-    bandwidth and fast memory."""
+    """List the catalogue's other GPUs of the same architecture, nearest first: by number of SMs,
+    bandwidths of DRAM and L2, and shared memory."""
     from tilegen.gpus.spec import catalogue
 
     others = [spec for spec in catalogue() if spec.arch == gpu.arch and spec.name != gpu.name]
@@ -200,7 +203,7 @@ def _far(one: GpuSpec, other: GpuSpec) -> float:
 
 
 def illegal(tiled: Tiled) -> str:
-    """Return why a config cannot run on a device; empty if it can, as far as is known."""
+    """Explain why a config cannot run on a device; empty if no reason is known."""
     from tilegen.model.footprint import footprint
 
     needs, device = footprint(tiled), tiled.device
@@ -219,11 +222,11 @@ def save(
     dry_run: bool = False,
     alone: bool = False,
 ) -> Saved:
-    """Join a record with what is in the own directory (or `location`), by the rule of `election`.
+    """Join a record with the record in the local cache (or `location`), by the rule of `election`.
 
-    Raises Unsupported when it cannot be written, OtherTilegen when a record of another schema is
-    there, InvalidRecord when nothing of it is a finding. With `dry_run` says what would happen;
-    with `alone` keeps the winner without its rivals.
+    `dry_run` writes nothing and reports the outcome; `alone` stores the winner without its rivals.
+    Raises Unsupported if the file cannot be written, OtherTilegen if another tilegen wrote it, and
+    InvalidRecord if the record has no valid finding.
     """
     if TuningRecord.from_json(record.to_json()) != record:
         raise InvalidRecord(
@@ -239,7 +242,8 @@ def save(
         new = join([record] if old is None else [old, record])
         new = new.findings[0] if alone else new
         text = new.to_json().encode()
-        if result is None or text != data:  # asked again about its own work, it says the same
+        # A remote update calls again after its own write, and the first outcome is to be kept.
+        if result is None or text != data:
             result = (text != data, *_outcome(record, new, old))
         return None if text == data else text
 
@@ -254,20 +258,21 @@ def save(
 
 
 def dated(record: TuningRecord) -> TuningRecord:
-    """Return a record that was found just now, dated behind what the own directory has of the same
-    machine: its clock may have been set back since."""
+    """Date a new record after all findings of the same machine in the local cache: the machine's
+    clock may have been set back since."""
     own = Location(str(settings().cache_dir), "own")
     with contextlib.suppress(InvalidRecord):
         data = places.peek(own, record.path)
         old = () if data is None else TuningRecord.from_json(text_of(data)).findings
-        dates = [one.date for one in old if one.source == record.source and is_credible(one.date)]
+        earlier = [finding.date for finding in old if finding.source == record.source]
+        dates = [date for date in earlier if is_credible(date)]
         if dates and (last := max(dates)) >= record.date:
             return replace(record, date=second_after(last))
     return record
 
 
 def _peek(location: Location, path: PurePosixPath, change: Change) -> str:
-    """Find out what `change` would do."""
+    """Call `change` without writing its result; return a note on an invalid file."""
     try:
         change(places.peek(location, path))
     except InvalidRecord as error:
@@ -277,8 +282,8 @@ def _peek(location: Location, path: PurePosixPath, change: Change) -> str:
 
 
 def _old(data: bytes, new: TuningRecord) -> TuningRecord:
-    """Return the record that is there. Raises InvalidRecord if it is none, or about something else;
-    OtherTilegen."""
+    """Parse the record that `new` is to be joined with. Raises InvalidRecord if it is invalid or
+    has another key; OtherTilegen."""
     try:
         old = TuningRecord.from_json(text_of(data))
     except OtherSchema as error:
@@ -292,7 +297,7 @@ def _old(data: bytes, new: TuningRecord) -> TuningRecord:
 
 
 def _outcome(given: TuningRecord, new: TuningRecord, old: TuningRecord | None) -> tuple[bool, str]:
-    """Return whether the given record's winner is in front now, and why (not)."""
+    """Check whether the winner of `given` is that of `new`; return the answer and a reason."""
     if old is None:
         return True, "no record was there"
     winner, mine, was = new.findings[0], given.findings[0], old.findings[0]
@@ -308,7 +313,7 @@ def _parsed(text: str) -> TuningRecord:
 
 
 def identity(task: KernelTask, record: TuningRecord) -> tuple[Difference, ...]:
-    """Return the hard differences: with one of them, a record is about something else."""
+    """Return the hard differences: any of them means that the record is about another task."""
     pairs = {
         "kernel": (task.kernel, record.kernel),
         "gpu": (task.device.name, record.gpu),
@@ -324,9 +329,10 @@ def identity(task: KernelTask, record: TuningRecord) -> tuple[Difference, ...]:
 
 
 def soft(current: Versions, template_digest: str, record: TuningRecord) -> tuple[Difference, ...]:
-    """Return the soft differences: versions that both sides know and that are not the same."""
+    """Return the soft differences: in the versions and template that both sides know."""
     stored = conditions(record)
     known = {
+        # Versions has no template digest, so the default applies to that name alone.
         name: (wanted, stored[name])
         for name in stored
         if (wanted := getattr(current, name, template_digest)) and stored[name]
@@ -335,7 +341,7 @@ def soft(current: Versions, template_digest: str, record: TuningRecord) -> tuple
 
 
 def unequal(pairs: dict[str, tuple[str, str]]) -> list[Difference]:
-    """Return a difference for each name whose current and stored values are not the same."""
+    """Return a Difference for each name whose current and stored values differ."""
     return [
         Difference(name, current, stored)
         for name, (current, stored) in pairs.items()
@@ -344,5 +350,5 @@ def unequal(pairs: dict[str, tuple[str, str]]) -> list[Difference]:
 
 
 def joined(differences: Sequence[Difference]) -> str:
-    """Return differences as one line."""
+    """Join differences into one line."""
     return "; ".join(map(str, differences))

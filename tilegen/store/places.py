@@ -1,4 +1,4 @@
-"""Locations of records: own directory, shared locations, shipped `cache/`; reading and changing."""
+"""Locations of records (local cache, shared locations, shipped `cache/`): reading and updating."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tilegen.tuning.measure import one_line
 
 Origin = Literal["own", "shared", "shipped"]
 ENTRY_POINTS = "tilegen.caches"
-"""Group of entry points in which a package adds a shared location: each is the text of one."""
+"""Group of entry points through which packages add shared locations: each is a text or a path."""
 Kind = Literal["records", "trials", "broken"]
 _NAMES: dict[Kind, tuple[str, str]] = {
     "records": ("", ".json"),
@@ -33,25 +33,25 @@ _NAMES: dict[Kind, tuple[str, str]] = {
     "broken": ("", files.BROKEN),
 }
 AT_ONCE = 16
-"""Number of requests to a remote location in flight, where many records are read."""
+"""Number of concurrent requests to a remote location when many files are read."""
 
 
 @dataclass(frozen=True)
 class Location:
-    """A folder or URL of records, laid out as cache/README.md says."""
+    """A folder or URL of records, laid out as cache/README.md describes."""
 
     url: str
     origin: Origin
 
     @cached_property
     def folder(self) -> Path | None:
-        """The folder, None if the location is behind a network protocol."""
+        """Path of a folder; None if fsspec opens the location."""
         if self.url.startswith(("file://", "local://")):
             return Path(self.url.partition("://")[2])
         return None if "://" in self.url else Path(self.url)
 
     def address(self, path: PurePath | str = "") -> str:
-        """Return where a file of the location is, for people."""
+        """Return the address of a file, or of the location, for messages; it shows no password."""
         return printable(f"{self._base.rstrip('/')}/{path}" if str(path) else self._base)
 
     @cached_property
@@ -60,26 +60,29 @@ class Location:
 
 
 def locations(current: Settings | None = None) -> tuple[Location, ...]:
-    """Return where records are looked for, in order."""
+    """List the locations of records, in the order of look-up."""
     current = current or settings()
-    found = [Location(str(current.cache_dir), "own")]
-    found += [Location(url, "shared") for url in (*current.cache_path, *_plugged_in())]
-    with contextlib.suppress(Unsupported):  # an installation without records has none to offer
-        found.append(Location(str(data_dir("cache")), "shipped"))
-    return tuple(dict.fromkeys(found))
+    ordered = [Location(str(current.cache_dir), "own")]
+    ordered += [Location(url, "shared") for url in (*current.cache_path, *_plugged_in())]
+    with contextlib.suppress(Unsupported):  # this installation ships no records
+        ordered.append(Location(str(data_dir("cache")), "shipped"))
+    return tuple(dict.fromkeys(ordered))
 
 
 def read(
     location: Location, path: PurePath | str, limit: int = MAX_FILE_BYTES, *, fresh: bool = False
 ) -> bytes | None:
-    """Read the file of a location at `path`; None if there is none. Raises InvalidRecord or
-    Unreachable, the latter within seconds and for shared locations only."""
+    """Read the file of a location at `path`; None if there is no file.
+
+    `fresh` bypasses copies of remote files, and asks again a location that did not answer lately.
+    Raises InvalidRecord; Unreachable, within seconds and for shared locations only.
+    """
     if (folder := location.folder) is None:
         return remote.read(location.url, str(path), limit, fresh=fresh)
     if location.origin != "shared":
         return files.read_bytes(folder / path, limit)
 
-    def from_folder() -> bytes | None:  # of a network, maybe, which can hang
+    def from_folder() -> bytes | None:  # may be a network mount, which can hang
         if not folder.is_dir():
             raise Unreachable("is not a folder")
         return files.read_bytes(folder / path, limit)
@@ -88,14 +91,15 @@ def read(
 
 
 def peek(location: Location, path: PurePath | str, limit: int = MAX_FILE_BYTES) -> bytes | None:
-    """Read the file of a location at `path` now. Raises InvalidRecord or Unreachable."""
+    """Read the file of a location at `path` itself, never a copy; None if there is no file. Raises
+    InvalidRecord or Unreachable."""
     if (folder := location.folder) is None:
         return remote.fetch(location.url, str(path), limit)
     return files.read_bytes(folder / path, limit)
 
 
 def read_trials(location: Location, path: PurePath | str) -> bytes:
-    """Return the lines of a location's file of trials; none if there is none that can be read."""
+    """Read a location's file of trials; empty if it is missing, or unreadable and logged."""
     try:
         return read(location, path, MAX_TRIALS_BYTES) or b""
     except Unreachable as error:
@@ -108,81 +112,84 @@ def read_trials(location: Location, path: PurePath | str) -> bytes:
 def update(
     location: Location, path: PurePath | str, change: Change, limit: int = MAX_FILE_BYTES
 ) -> str:
-    """Change what a location holds at `path`, no other writer coming between; return what else
-    happened. Raises Unreachable or Unsupported."""
+    """Apply `change` to the file of a location at `path`; return a note on an invalid file.
+
+    Other writers are excluded as far as `files.update` and `remote.update` can. Raises Unreachable
+    or Unsupported.
+    """
     if (folder := location.folder) is None:
         return remote.update(location.url, str(path), change, limit)
     return files.update(files.inside(folder, path), change, limit)
 
 
 def set_aside(location: Location, path: PurePath | str, parse: Callable[[bytes], object]) -> str:
-    """Rename a file of the own directory that `parse` raises InvalidRecord for; return its new
-    name, empty if it stays."""
+    """Set aside a file for which `parse` raises InvalidRecord; return its new name, empty if the
+    file stays. Files outside the local cache stay."""
     if location.origin != "own" or (folder := location.folder) is None:
         return ""
-    with contextlib.suppress(Unsupported):  # it is another's, whom a link leads to, or is written
+    with contextlib.suppress(Unsupported):  # behind a link, or being written
         aside = files.set_aside_if_broken(files.inside(folder, path), parse)
         return aside.name if aside else ""
     return ""
 
 
 def names(location: Location, what: Kind) -> list[str]:
-    """Return the names of all files of a kind, relative to the location. Raises Unreachable."""
+    """List the files of a kind by their paths, relative to the location. Raises Unreachable."""
     parents, suffix = _NAMES[what]
     if (folder := location.folder) is None:
-        found = remote.names(location.url)
+        paths = remote.names(location.url)
     else:
         try:
-            found = [
+            paths = [
                 str(file.relative_to(folder))
                 for kernel in KERNELS
                 for file in sorted(folder.glob(f"{parents}*/{kernel}/*{suffix}"))
             ]
         except OSError as error:
             raise Unreachable(f"cannot be listed: {error.strerror}") from None
-        if what != "trials":  # names of records are only shown: any may be
-            return found
-    # Others choose these names: only what `slug` leaves is taken, so that none leads elsewhere.
-    one = r"[a-z0-9][a-z0-9_+.-]*"
-    pattern = re.compile(rf"{parents}{one}/({'|'.join(KERNELS)})/{one}{re.escape(suffix)}")
-    return [name for name in found if pattern.fullmatch(name)]
+        if what != "trials":  # any name may stay: a record's path comes from its fields
+            return paths
+    # Others chose these names: keep names as `slug` makes them, so that no path leads elsewhere.
+    part = r"[a-z0-9][a-z0-9_+.-]*"
+    pattern = re.compile(rf"{parents}{part}/({'|'.join(KERNELS)})/{part}{re.escape(suffix)}")
+    return [path for path in paths if pattern.fullmatch(path)]
 
 
 def read_all(
     location: Location, paths: list[str], limit: int = MAX_FILE_BYTES
 ) -> Iterator[tuple[str, bytes | TilegenError | None]]:
-    """Yield each name with what is there now, or the error that reading it raises."""
+    """Yield each path with the file's content, or the error of reading the file."""
 
-    def one(path: str) -> bytes | TilegenError | None:
+    def read_now(path: str) -> bytes | TilegenError | None:
         try:
             return peek(location, path, limit)
         except TilegenError as error:
             return error
 
     if location.folder is not None:
-        yield from ((path, one(path)) for path in paths)
+        yield from ((path, read_now(path)) for path in paths)
         return
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        yield from zip(paths, pool.map(one, paths), strict=True)
+        yield from zip(paths, pool.map(read_now, paths), strict=True)
 
 
 def pass_over(location: Location, error: Unreachable) -> None:
-    """Say once that a location is not used."""
+    """Warn once that a location is skipped."""
     say_once(f"record location {location.address()!r} {error}; passed over")
 
 
 @cache
 def _plugged_in() -> tuple[str, ...]:
-    """Return the locations that installed packages add; one that fails is named and passed over."""
-    found: list[str] = []
+    """Load the locations that installed packages add; skip a failing package with a warning."""
+    urls: list[str] = []
     for entry in sorted(entry_points(group=ENTRY_POINTS), key=lambda entry: entry.name):
         try:
             value = entry.load()
             if not isinstance(value, str | Path):
                 raise Unsupported(f"expected a text or path, found {type(value).__name__}")
-            found.append(place(str(value)))
+            urls.append(place(str(value)))
         except Exception as error:  # a plug-in may raise anything
             say_once(
                 f"entry point {entry.value!r} of {ENTRY_POINTS} passed over: {one_line(error)}"
             )
-    return tuple(found)
+    return tuple(urls)

@@ -1,4 +1,4 @@
-"""Requests to locations that may not answer: each has a time limit, and silence is remembered."""
+"""Requests to locations that may not answer: each has a time limit, and failures are remembered."""
 
 from __future__ import annotations
 
@@ -18,31 +18,33 @@ from tilegen.store.record import slug
 from tilegen.tuning.measure import one_line
 
 ANSWER_SECONDS = 5.0
-"""Time that a location may take to answer for one record [seconds]."""
+"""Time limit of the request for a record [seconds]."""
 DOWN_SECONDS = 300.0
-"""Time for which nobody on this machine asks a location again that did not answer [seconds]."""
+"""Time for which processes of this machine skip a location that did not answer [seconds]."""
 
 T = TypeVar("T")
 
 
 class Unreachable(Unsupported):
-    """A location that does not answer, or does not let us in."""
+    """A location that does not answer, or denies access."""
 
 
 _PASSWORD = re.compile(r"(://[^:/@]*):(?!\d+/)(?:[^/]*|[^@]*)@")
-"""User and password of a URL; a number before a slash is a port."""
+"""User and password in a URL; digits before a slash are a port."""
 _TOKEN = re.compile(r"^(https?://)[^/]*@")
-"""User of a web address, which may be a token."""
+"""User in a web address, which may be a token."""
 _down: dict[str, tuple[float, str]] = {}
-"""Locations that did not answer: when, by the clock of this process, and what happened."""
+"""Locations that did not answer: the time, by `time.monotonic`, and the error."""
 
 
 def ask(
     url: str, request: Callable[[], T], *, seconds: float | None = None, again: bool = False
 ) -> T:
-    """Return `request()`, which talks to `url`, within `seconds`. Raises Unreachable, also at once
-    for a location that did not answer a moment ago, unless `again`; errors of tilegen's own pass
-    through."""
+    """Call `request`, which contacts `url`, and return its result, within `seconds`.
+
+    Raises Unreachable if the request fails, or at once if the location failed within DOWN_SECONDS;
+    `again` ignores earlier failures. A TilegenError of the request passes through.
+    """
     if not again and (trouble := _trouble(url)):
         raise Unreachable(trouble)
     seconds = ANSWER_SECONDS if seconds is None else seconds
@@ -51,10 +53,10 @@ def ask(
     def wait() -> None:
         try:
             answer.set_result(request())
-        except BaseException as error:  # is raised to who asked
+        except BaseException as error:  # `answer.result` raises it in the caller
             answer.set_exception(error)
 
-    # A daemon: a request that hangs must neither hold up its caller nor the end of the process.
+    # A daemon thread: a request that hangs must block neither its caller nor the process's exit.
     threading.Thread(target=wait, name="tilegen-ask", daemon=True).start()
     try:
         return answer.result(seconds)
@@ -64,9 +66,9 @@ def ask(
         trouble = f"did not answer within {seconds:g} s"
     except ImportError as error:
         trouble = f"needs a package that is not installed: {one_line(error)}"
-    except Exception as error:  # botocore's, aiohttp's and others' errors have nothing in common
-        what = getattr(error, "strerror", None) or one_line(error)
-        trouble = f"cannot be reached: {what}"
+    except Exception as error:  # errors of botocore, aiohttp and others share no base class
+        message = getattr(error, "strerror", None) or one_line(error)
+        trouble = f"cannot be reached: {message}"
     _down[url] = time.monotonic(), trouble
     with contextlib.suppress(TilegenError):
         write_whole(_mark(url), trouble.encode())
@@ -74,13 +76,16 @@ def ask(
 
 
 def copies(url: str) -> Path:
-    """Return the folder in the own directory where copies of a location's records are kept."""
+    """Return the folder of the local cache that holds copies of a location's files."""
     return settings().cache_dir / "remote" / slug(shown(url))
 
 
 def shown(url: str) -> str:
-    """Return a URL without the password or the token it may hold. The user before a password stays,
-    which in Azure's URLs is the container: `abfs://container@account.dfs.core.windows.net/x`."""
+    """Remove passwords from a URL, and from web addresses the user too, who may be a token.
+
+    Users of other URLs stay; in Azure's they are containers:
+    `abfs://container@account.dfs.core.windows.net/x`.
+    """
     return _TOKEN.sub(r"\1", _PASSWORD.sub(r"\1@", url, count=1))
 
 
@@ -89,7 +94,7 @@ def _mark(url: str) -> Path:
 
 
 def _trouble(url: str) -> str:
-    """Return why a location should not be asked now; an empty text if it may be."""
+    """Explain why a location should not be contacted now; empty if it may be."""
     if url in _down:
         when, trouble = _down[url]
         if time.monotonic() - when < DOWN_SECONDS:

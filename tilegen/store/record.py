@@ -1,4 +1,4 @@
-"""The record of one tuning winner, and its JSON form. cache/README.md describes it for people."""
+"""The record of a tuning winner, and its JSON form. cache/README.md documents it for users."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ MAX_SECONDS = 1e9
 MAX_BYTES = 2**63
 MAX_RIVALS = 15
 KEY = ("gpu", "arch", "kernel", "problem", "policy")
-"""The fields that say what a record is about; a rival has them in common with its winner."""
+"""Fields that identify the task of a record; its rivals share them."""
 
 
 class OtherSchema(InvalidRecord):
-    """A file that another tilegen wrote and this one cannot read: a schema, a knob, a newer
-    version's values, a notation that another SymPy spells. The file is whole, so it stays."""
+    """A file that only another tilegen can read: it has another schema, an unknown knob, values of
+    a newer version, or the notation of another SymPy. It is never set aside or replaced."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EstimateSummary:
-    """Time and traffic that the model predicted for the recorded config."""
+    """The model's prediction of time and traffic for the recorded config."""
 
     seconds: float
     limit: str
@@ -52,7 +52,7 @@ class EstimateSummary:
 
     @classmethod
     def of(cls, estimate: CostEstimate) -> EstimateSummary:
-        """Return the part of an estimate that a record keeps."""
+        """Summarise an estimate, with seconds rounded to four digits."""
         return cls(
             seconds=float(f"{estimate.seconds:.4g}"),
             limit=estimate.limit,
@@ -63,39 +63,39 @@ class EstimateSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class TuningRecord:
-    """The config to use for one kernel of one problem bucket on one GPU, and how it is known."""
+    """The config to use for one kernel of one problem bucket on one GPU, and how it was found."""
 
     gpu: str
     """Catalogue name: `h200`."""
     arch: str
-    """Architecture of the GPU that measured: `sm_90`."""
+    """Architecture of the GPU: `sm_90`."""
     kernel: Kernel
     """Name of the kernel: fwd, bwd_dq, ..."""
     problem: AttentionProblem
-    """The problem that was measured, a bucket's: batch and lengths are powers of two."""
+    """The measured problem. Batch and lengths are powers of two, since a bucket shares a record."""
     policy: str = POLICY
-    """Way in which times are taken; times of another policy are not comparable."""
+    """How times are measured; times of different policies are not comparable."""
     config: TileConfig
     """The tiles and launch options that won."""
     measurement: Measurement
-    """Status ok, or unmeasured for a choice of the model."""
+    """Time of the config, with status ok; status unmeasured for a choice of the model."""
     estimate: EstimateSummary | None = None
-    """Prediction for the config, where the model made one."""
+    """The model's prediction for the config, if there is one."""
     versions: Versions
-    """Versions of the tools that compiled and measured, and SymPy's that spelled the problem."""
+    """Versions of the tools that compiled and measured, and of SymPy, which spelled the problem."""
     template_digest: str = ""
-    """Digest of the template that the kernel came from; another one makes the record stale."""
+    """Digest of the kernel's template. If the template changes, the record is stale."""
     trials: int = 0
     """Number of configs tried for this record, over all runs."""
     seconds_spent: float = 0.0
     """Time spent on those trials, over all runs [seconds]."""
     source: str = ""
-    """Hexadecimal digits that stand for the machine that measured; of one machine the later
-    finding counts."""
+    """Hexadecimal identifier of the machine that measured. Of each machine only the latest finding
+    counts."""
     date: str
-    """Date of the finding in UTC, `2026-11-21T09:30:00Z`; of another machine's trial its own."""
+    """UTC date of the finding, `2026-11-21T09:30:00Z`; of the trial if another machine measured."""
     command: str = ""
-    """Command line that makes the record again."""
+    """Command line that recreates the record."""
     rivals: tuple[TuningRecord, ...] = ()
     """Findings of other machines for the same key, without rivals of their own."""
 
@@ -117,17 +117,17 @@ class TuningRecord:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """Key of the record: gpu, arch, kernel, problem, policy."""
+        """What the record is about: gpu, arch, kernel, problem, policy."""
         return tuple(str(getattr(self, name)) for name in KEY)
 
     @property
     def findings(self) -> tuple[TuningRecord, ...]:
-        """The winner and its rivals, each on its own."""
+        """The winner and its rivals, as records without rivals."""
         return (replace(self, rivals=()), *self.rivals) if self.rivals else (self,)
 
     @property
     def is_measured(self) -> bool:
-        """True where a GPU timed the config."""
+        """True if the config was timed, False if the model chose it."""
         return self.measurement.status == "ok"
 
     @property
@@ -136,7 +136,7 @@ class TuningRecord:
         return record_path(self.gpu, self.kernel, self.problem, self.policy)
 
     def to_json(self) -> str:
-        """Return the text of the record's file; `TuningRecord.from_json` reads it back."""
+        """Serialise the record to its file's text; `TuningRecord.from_json` is the inverse."""
         key = {**{name: getattr(self, name) for name in KEY}, "problem": self.problem.key}
         values: dict[str, Any] = {"schema": SCHEMA, **key, **self._finding()}
         if self.rivals:
@@ -144,7 +144,7 @@ class TuningRecord:
         return json.dumps(values, indent=2, ensure_ascii=True, allow_nan=False) + "\n"
 
     def _finding(self) -> dict[str, Any]:
-        """Return the values of all fields but the key and the rivals."""
+        """Return the JSON values of all fields except the key and the rivals."""
         values: dict[str, Any] = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
@@ -158,7 +158,7 @@ class TuningRecord:
 
     @classmethod
     def from_json(cls, text: str) -> TuningRecord:
-        """Return the record that `text` holds, every field checked. Raises InvalidRecord."""
+        """Parse a record and check every field. Raises InvalidRecord."""
         fields = parse_json(text)
         if (schema := fields.integer("schema", 1, 2**31)) != SCHEMA:
             raise OtherSchema(f"schema must be {SCHEMA}, got {schema}")
@@ -186,12 +186,12 @@ class TuningRecord:
         return cls(
             **key,
             **_finding_from(fields, key["kernel"]),
-            rivals=tuple(cls(**key, **_finding_from(one, key["kernel"])) for one in rivals),
+            rivals=tuple(cls(**key, **_finding_from(rival, key["kernel"])) for rival in rivals),
         )
 
 
 def _finding_from(fields: Fields, kernel: Kernel) -> dict[str, Any]:
-    """Return all fields of a record but the key and the rivals. Raises InvalidRecord."""
+    """Parse all fields of a record except the key and the rivals. Raises InvalidRecord."""
     return {
         "config": config_from(fields.group("config"), kernel),
         "measurement": measurement_from(fields.group("measurement")),
@@ -207,9 +207,9 @@ def _finding_from(fields: Fields, kernel: Kernel) -> dict[str, Any]:
 
 
 def config_from(fields: Fields, kernel: Kernel) -> TileConfig:
-    """Return the config that the JSON object holds. Raises InvalidRecord."""
+    """Parse a config of a kernel. Raises InvalidRecord; OtherSchema for an unknown knob."""
     known = {field.name: field for field in dataclasses.fields(TileConfig)}
-    # A knob this tilegen lacks makes it another config, so here nothing may be ignored.
+    # An unknown knob makes it another config, so unknown fields are not ignored here.
     if unknown := sorted(fields.values.keys() - known.keys()):
         raise OtherSchema(f"config must have {', '.join(known)}; got also {unknown[0][:40]!r}")
     values: dict[str, Any] = {
@@ -226,7 +226,7 @@ def config_from(fields: Fields, kernel: Kernel) -> TileConfig:
 
 
 def measurement_from(fields: Fields) -> Measurement:
-    """Return the measurement that the JSON object holds. Raises InvalidRecord."""
+    """Parse a measurement. Raises InvalidRecord."""
     status = cast("Status", fields.choice("status", get_args(Status)))
     message = fields.text("message")
     if status != "ok":
@@ -242,7 +242,7 @@ def measurement_from(fields: Fields) -> Measurement:
             f"measurement must have p20_us <= median_us <= p80_us, got {p20:g}, {median:g}, {p80:g}"
         )
     digest = ""
-    if "digest" in fields.values:  # which older records lack
+    if "digest" in fields.values:  # older records have no digest
         digest = fields.text("digest", DIGESTS, "groups of 12 hexadecimal digits")
     return Measurement(
         status=status,
@@ -256,7 +256,7 @@ def measurement_from(fields: Fields) -> Measurement:
 
 
 def measurement_values(measurement: Measurement) -> dict[str, Any]:
-    """Return the JSON object that a measurement is written as; `measurement_from` reads it back."""
+    """Return the JSON values of a measurement; `measurement_from` is the inverse."""
     values = dataclasses.asdict(measurement)
     if not measurement.digest:
         del values["digest"]
@@ -265,7 +265,7 @@ def measurement_values(measurement: Measurement) -> dict[str, Any]:
 
 @lru_cache(maxsize=4096)
 def bucket_of(problem: AttentionProblem) -> AttentionProblem:
-    """Return the problem of a problem's bucket, which takes a while to make."""
+    """Return the bucket of a problem, cached because it is slow to compute."""
     return problem.bucket
 
 
@@ -273,16 +273,17 @@ def bucket_of(problem: AttentionProblem) -> AttentionProblem:
 def record_path(
     gpu: str, kernel: Kernel, problem: AttentionProblem, policy: str = POLICY
 ) -> PurePosixPath:
-    """Return where the record of a problem lies, relative to a location. Records of problems that
-    are not in normal form, which an earlier tilegen wrote, stay where they are."""
+    """Return the path of a problem's record, relative to a location."""
     suffix = "" if policy == POLICY else f".{policy}"
+    # Rounded, not normalised: records of earlier tilegens, not in normal form, keep their paths.
     return PurePosixPath(slug(gpu), kernel, f"{slug(problem.rounded.key)}{suffix}.json")
 
 
 def slug(text: str) -> str:
     """Return a readable file name of [a-z0-9_+.-] for a GPU's name or a problem's key.
 
-    Different keys have different names: what the letters cannot tell apart gets a hash.
+    Different keys get different names: a hash is appended where these letters do not suffice, and
+    beyond 150 of them.
     """
     plain = text.translate(_SPELLING)
     if re.fullmatch(r"[a-z0-9][a-z0-9_+.-]{0,149}", plain):
@@ -295,22 +296,22 @@ _SPELLING = str.maketrans({" ": "_", "/": "-", "(": "-", ",": "-", ")": None, "&
 
 
 def gpu_of(fields: Fields) -> str:
-    """Return the field `gpu`. Raises InvalidRecord."""
+    """Parse the field `gpu`. Raises InvalidRecord."""
     return fields.text("gpu", r"\S.*", "the name of a GPU")
 
 
 def arch_of(fields: Fields) -> str:
-    """Return the field `arch`. Raises InvalidRecord."""
+    """Parse the field `arch`. Raises InvalidRecord."""
     return fields.text("arch", ARCH, "such as sm_90 or gfx942")
 
 
 def kernel_of(fields: Fields) -> Kernel:
-    """Return the field `kernel`. Raises InvalidRecord."""
+    """Parse the field `kernel`. Raises InvalidRecord."""
     return fields.choice("kernel", tuple(KERNELS))
 
 
 def problem_of(fields: Fields) -> AttentionProblem:
-    """Return the field `problem`, which must be canonical. Raises InvalidRecord."""
+    """Parse the field `problem`, which must be in canonical notation. Raises InvalidRecord."""
     text = fields.text("problem", longest=MAX_TEXT)
     try:
         problem = AttentionProblem.parse(text)
@@ -331,41 +332,41 @@ def _estimate(fields: Fields) -> EstimateSummary:
 
 
 def versions_of(fields: Fields) -> Versions:
-    """Return the versions that the JSON object holds. Raises InvalidRecord."""
+    """Parse a JSON object of versions. Raises InvalidRecord."""
     values: dict[str, Any] = {
         field.name: fields.text(field.name, longest=80)
         for field in dataclasses.fields(Versions)
-        if field.name != "sympy" or "sympy" in fields.values  # which older records lack
+        if field.name != "sympy" or "sympy" in fields.values  # older records lack SymPy's version
     }
     return Versions(**values)
 
 
 def _other_writer(fields: Fields) -> str:
-    """Name the writer of a record that cannot be read, if that is a later tilegen or another SymPy
-    than here; otherwise an empty text."""
+    """Name the newer tilegen or the other SymPy that wrote an unreadable record; empty if this
+    installation might have written it."""
     findings: list[Any] = [fields.values]
     if isinstance(rivals := fields.values.get("rivals"), list):
         findings += rivals[: MAX_RIVALS + 1]
-    for one in findings:
-        versions: Any = one.get("versions") if isinstance(one, dict) else None
+    for finding in findings:
+        versions: Any = finding.get("versions") if isinstance(finding, dict) else None
         for name, here in (("tilegen", __version__), ("sympy", installed("sympy"))):
-            there = versions.get(name) if isinstance(versions, dict) else None
-            if not isinstance(there, str) or not re.fullmatch(r"\d{1,6}(\.\w{1,12}){0,6}", there):
+            stored = versions.get(name) if isinstance(versions, dict) else None
+            if not isinstance(stored, str) or not re.fullmatch(r"\d{1,6}(\.\w{1,12}){0,6}", stored):
                 continue
-            if release_order(there) > release_order(here) or (name == "sympy" and there != here):
-                return f"{name} {there}, here is {here}"
+            if release_order(stored) > release_order(here) or (name == "sympy" and stored != here):
+                return f"{name} {stored}, here is {here}"
     return ""
 
 
 def source_of(fields: Fields) -> str:
-    """Return the field `source`, an empty text where there is none. Raises InvalidRecord."""
+    """Parse the field `source`; empty if it is missing. Raises InvalidRecord."""
     if "source" not in fields.values:
         return ""
     return fields.text("source", r"[0-9a-f]{0,64}", "hexadecimal digits")
 
 
 def date_of(fields: Fields) -> str:
-    """Return the field `date`. Raises InvalidRecord."""
+    """Parse the field `date`. Raises InvalidRecord."""
     text = fields.text("date", r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", "such as 2026-11-21T09:30:00Z")
     try:
         datetime.fromisoformat(text)

@@ -1,4 +1,4 @@
-"""Records behind a URL, opened through fsspec: object stores, HTTP, and whatever else it knows."""
+"""Records at URLs that fsspec opens: object stores, HTTP and further protocols."""
 
 from __future__ import annotations
 
@@ -17,26 +17,29 @@ from tilegen.store.reach import Unreachable, ask, copies, shown
 from tilegen.tuning.measure import one_line
 
 FRESH_SECONDS = 3600.0
-"""Time for which a copy stands for a record, and a miss for there being none [seconds]."""
+"""Time for which a local copy, or the knowledge that there is no file, is current [seconds]."""
 LIST_SECONDS = 120.0
-"""Time that a location may take to list its files [seconds]."""
+"""Time limit for listing the files of a location [seconds]."""
 WRITE_SECONDS = 30.0
-"""Time that a location may take for one step of an update [seconds]."""
+"""Time limit for reading a file, and for one step of an update [seconds]."""
 TRIES = 100
-"""Number of attempts at one update that other writers get in the way of."""
+"""Maximum number of attempts at an update, or a read, that other writers interrupt."""
 
 S3, AZURE, GOOGLE = ("s3", "s3a"), ("abfs", "abfss", "az"), ("gs", "gcs")
 CREATING = (*S3, *AZURE, *GOOGLE)
-"""Stores where a put can be made to fail if somebody has put something there before."""
+"""Protocols with puts that fail if the object already exists."""
 ONE_PUT = (*CREATING, "memory", "oci", "oss")
-"""Stores where a put is seen whole or not at all; elsewhere a file gets its name afterwards."""
+"""Protocols with atomic puts; with others a file is written under another name, then renamed."""
 UNTAGGED = "untagged"
-"""Tag of what has none."""
+"""Placeholder for objects without an ETag."""
 
 
 def read(url: str, path: str, limit: int, *, fresh: bool = False) -> bytes | None:
-    """Read the file of a location at `path`, from a copy that is new enough unless `fresh`; None if
-    there is no file. Raises Unreachable if there is no copy either, InvalidRecord."""
+    """Read the file of a location at `path`; None if there is no file.
+
+    Unless `fresh`, a copy younger than FRESH_SECONDS is read instead, and an older copy if the
+    location does not answer. Raises Unreachable without such a copy, and InvalidRecord.
+    """
     copy = copies(url) / path
     age = None
     with contextlib.suppress(OSError):
@@ -49,20 +52,21 @@ def read(url: str, path: str, limit: int, *, fresh: bool = False) -> bytes | Non
         if fresh or age is None:
             raise
         return read_bytes(copy, limit) or None  # an old copy is better than none
-    # A body without a length may end early, unseen; what tilegen writes ends with a line's end.
+    # A response without a length may be cut unnoticed; files of tilegen end with a newline.
     if data is None or data.endswith(b"\n"):
-        with contextlib.suppress(TilegenError):  # without a copy it is only slower
-            write_whole(copy, data or b"")
+        with contextlib.suppress(TilegenError):  # a missing copy costs only time
+            write_whole(copy, data or b"")  # an empty copy stands for a missing file
     return data
 
 
 def fetch(url: str, path: str, limit: int) -> bytes | None:
-    """Read the file of a location at `path` now. Raises Unreachable, InvalidRecord."""
+    """Read the file of a location at `path` itself, never a copy; None if there is no file. Raises
+    Unreachable, InvalidRecord."""
     return ask(url, lambda: _get(url, path, limit)[0], seconds=WRITE_SECONDS, again=True)
 
 
 def names(url: str) -> list[str]:
-    """Return the names of all files, relative to the location. Raises Unreachable."""
+    """List the paths of all files, relative to the location. Raises Unreachable."""
 
     def is_there() -> bool:
         fs, root = _open(url)
@@ -86,19 +90,19 @@ def names(url: str) -> list[str]:
 
 
 def _check_bucket(fs: Any, url: str, root: str) -> None:
-    """Raise Unreachable where a store has no such bucket: its name may be misspelt."""
+    """Check that the bucket of an object store exists. Raises Unreachable."""
     bucket = root.partition("/")[0]
-    with contextlib.suppress(PermissionError):  # of who may list a part of it alone
+    with contextlib.suppress(PermissionError):  # some users may list only a part of the bucket
         if _protocol(url) in CREATING and not fs.exists(bucket):
             raise Unreachable(f"has no bucket {bucket!r}; check how it is spelt, or make it first")
 
 
 def update(url: str, path: str, change: Change, limit: int) -> str:
-    """Change what a location holds at `path`; return what else happened.
+    """Apply `change` to the file of a location at `path`; return a note on an invalid file.
 
-    Where fsspec has conditional puts, no other writer can come between. Elsewhere the change is
-    repeated until it is seen to be there, and of two made at the same moment one may be lost.
-    Raises Unreachable, or Unsupported if that never happens.
+    With conditional puts no other writer can intervene. Elsewhere `change` is repeated until a read
+    shows its result, and one of two simultaneous changes may be lost. Raises Unreachable;
+    Unsupported after `TRIES` attempts.
     """
     note = ""
 
@@ -131,39 +135,39 @@ def update(url: str, path: str, change: Change, limit: int) -> str:
 
 
 def _get(url: str, path: str, limit: int) -> tuple[bytes | None, str]:
-    """Read a file (None if there is none) and its tag. Raises InvalidRecord, and the errors of
-    fsspec."""
+    """Read a file and its ETag; None and an empty text if there is no file. Raises InvalidRecord,
+    and the errors of fsspec."""
     for _ in range(TRIES):
         try:
             return _get_once(url, path, limit)
         except OSError as error:
-            if error.errno != errno.EBUSY:  # s3fs's for: replaced between its two requests
+            if error.errno != errno.EBUSY:  # s3fs: the object was replaced between two requests
                 raise
     raise TimeoutError(f"{path} was replaced {TRIES} times while it was read")
 
 
 def _get_once(url: str, path: str, limit: int) -> tuple[bytes | None, str]:
     fs, root = _open(url)
-    fs.invalidate_cache()  # of listings: others write meanwhile
-    # Without blocks HTTP is read as a stream, of any server, and never beyond what is asked for.
+    fs.invalidate_cache()  # cached listings: other writers may have added the file
+    # Block size 0 reads HTTP as a stream: any server can do that, and no byte is read in advance.
     options = {"block_size": 0} if _protocol(url).startswith("http") else {}
     try:
         with fs.open(f"{root}/{path}", "rb", **options) as file:
-            if (getattr(file, "size", None) or 0) > limit:  # do not even ask for a block of it
+            if (getattr(file, "size", None) or 0) > limit:  # do not read even one block of it
                 raise InvalidRecord(f"expected at most {limit} bytes, found {file.size}")
             data = read_to_end(_until(time.monotonic() + WRITE_SECONDS, file.read), limit)
             details = getattr(file, "details", None) or {}
     except (FileNotFoundError, NotADirectoryError) as error:
         cause = error.__cause__
         if options and cause is not None and not isinstance(cause, FileNotFoundError):
-            raise cause from None  # fsspec finds nothing where no HTTP server is, either
+            raise cause from None  # fsspec also raises FileNotFoundError without an HTTP server
         return None, ""
     return data, str(details.get("ETag") or details.get("etag") or UNTAGGED)
 
 
 def _until(deadline: float, read: Callable[[int], bytes]) -> Callable[[int], bytes]:
-    """Return `read` with a time limit: who asked has gone, and a server that sends a byte now and
-    then would keep this thread for ever."""
+    """Make `read` fail after a deadline: a server that sends a byte now and then would otherwise
+    keep this thread forever, long after its caller gave up."""
 
     def in_time(size: int) -> bytes:
         if time.monotonic() > deadline:
@@ -174,8 +178,10 @@ def _until(deadline: float, read: Callable[[int], bytes]) -> Callable[[int], byt
 
 
 def _put(url: str, path: str, data: bytes, tag: str | None) -> bool:
-    """Put `data` at `path`; return whether that is certain to last. `tag` is that of what is to be
-    replaced, empty if nothing is, None if it may be anything."""
+    """Write `data` to `path`; return True if no other writer can have overwritten it unnoticed.
+
+    `tag` is the ETag of the object to replace: empty if none exists, None to replace any object.
+    """
     fs, root = _open(url)
     protocol, name = _protocol(url), f"{root}/{path}"
     if protocol.startswith("http"):
@@ -183,7 +189,7 @@ def _put(url: str, path: str, data: bytes, tag: str | None) -> bool:
     if only := _condition(protocol, tag):
         try:
             fs.pipe_file(name, data, **only)
-        except Exception as error:  # Azure's has no base but its own
+        except Exception as error:  # Azure's error shares no base class with others
             if _was_overtaken(error):
                 return False
             raise
@@ -195,12 +201,12 @@ def _put(url: str, path: str, data: bytes, tag: str | None) -> bool:
         fs.makedirs(name.rpartition("/")[0], exist_ok=True)
         fs.pipe_file(temporary, data)
         fs.mv(temporary, name)
-    return tag is None  # otherwise look again
+    return tag is None  # otherwise the caller reads again, and compares
 
 
 def _condition(protocol: str, tag: str | None) -> dict[str, Any]:
-    """Return the options of a put that fails if `tag` is no longer that of what is there; none
-    where fsspec has no such put: gcsfs can only create on condition."""
+    """Return the options that make a put fail if the object's ETag is no longer `tag`. Empty if
+    fsspec has no such put: gcsfs, for example, has a condition only for new objects."""
     if tag in (None, UNTAGGED) or protocol not in CREATING:
         return {}
     if not tag:
@@ -208,7 +214,7 @@ def _condition(protocol: str, tag: str | None) -> dict[str, Any]:
     if protocol in S3:
         return {"IfMatch": tag}
     if protocol in AZURE:
-        # adlfs brings it.
+        # Installed with adlfs.
         from azure.core import MatchConditions  # pyright: ignore[reportMissingImports]
 
         return {"etag": tag, "match_condition": MatchConditions.IfNotModified}
@@ -216,7 +222,7 @@ def _condition(protocol: str, tag: str | None) -> dict[str, Any]:
 
 
 def _was_overtaken(error: Exception) -> bool:
-    """True for a put that failed by its condition: s3fs says EINVAL, Azure's client 412."""
+    """Return True if a put failed by its condition: EINVAL from s3fs, status 412 from Azure."""
     return (
         isinstance(error, FileExistsError)
         or getattr(error, "errno", None) == errno.EINVAL
@@ -225,10 +231,10 @@ def _was_overtaken(error: Exception) -> bool:
 
 
 def _open(url: str) -> tuple[Any, str]:
-    """Return the file system of a URL and the location in it. Raises what fsspec raises."""
-    import fsspec  # takes a while, and most installations have no remote location
+    """Open a URL; return its file system and the path in it. Raises the errors of fsspec."""
+    import fsspec  # slow to import, and most installations have no remote location
 
-    # fsspec remembers the file system, and knows that one does not survive a fork.
+    # fsspec caches the file system, and opens another after a fork.
     fs, root = fsspec.core.url_to_fs(url)
     return fs, root.rstrip("/")
 

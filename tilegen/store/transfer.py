@@ -1,5 +1,5 @@
-"""Move records and trials between stores. Every way to do it is a join: nothing is ever replaced by
-less, and doing it again changes nothing."""
+"""Moves of records and trials between stores. Each is a join by the rule of `election`, so
+repeating it changes nothing."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from tilegen.store.trials import (
 from tilegen.tuning.measure import one_line
 
 EXPORT = 1
-"""Form of the files that `export` writes."""
+"""Version of the files that `export` writes."""
 TRIALS_OF_A_LINE = 10_000
-"""Number of trials that a line of such a file holds at most, about 6 MB; `import_` reads 64."""
+"""Maximum number of trials in a line of an export, about 6 MB; `import_` accepts 64 MiB."""
 
 Action = Literal["added", "changed", "same", "refused"]
 
@@ -54,13 +54,13 @@ class Moved:
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """A choice of records by GPU and kernel; None stands for any."""
+    """A selection of records by GPU and kernel; None selects all."""
 
     gpu: str | None = None
     kernel: Kernel | None = None
 
     def has(self, gpu: str, kernel: str) -> bool:
-        """True where records of a GPU (as paths spell it) and kernel are chosen."""
+        """Return True if a GPU, as spelt in paths, and a kernel are selected."""
         return (self.gpu is None or slug(self.gpu) == gpu) and self.kernel in (None, kernel)
 
 
@@ -70,17 +70,20 @@ ALL = Wanted()
 def merge(
     sources: Sequence[Location], target: Location, *, wanted: Wanted = ALL, dry_run: bool = False
 ) -> Iterator[Moved]:
-    """Join all records and trials of `sources` with those of `target`, in any order to one result;
-    yield what becomes of each. Raises Unsupported for the target; Unreachable for it, and at the
-    end if a source did not answer."""
+    """Join the records and trials of `sources` into `target`; yield the outcome of each file.
+
+    The result does not depend on the order of the sources. Raises Unsupported if the target cannot
+    be written. Raises Unreachable if the target does not answer, and at the end if a source did
+    not.
+    """
     if target.folder is not None:
         check_writable(target.folder)
-    silent: list[str] = []
+    unreachable: list[str] = []
     for source in sources:
         try:
             listing = list(list_records([source], strict=True))
         except Unreachable as error:
-            silent.append(f"{source.address()!r} {error}")
+            unreachable.append(f"{source.address()!r} {error}")
             continue
         for listed in listing:
             if (record := listed.record) is None or listed.trouble:
@@ -92,14 +95,16 @@ def merge(
                 yield Moved(file=source.address(name), action="refused", reason=one_line(data))
             else:
                 yield put_trials(name, [data], target, dry_run=dry_run)
-    if silent:
-        raise Unreachable(f"expected all sources to answer; {'; '.join(silent)}; try again later")
+    if unreachable:
+        raise Unreachable(
+            f"expected all sources to answer; {'; '.join(unreachable)}; try again later"
+        )
 
 
 def put(
     record: TuningRecord, target: Location, *, dry_run: bool = False, alone: bool = False
 ) -> Moved:
-    """Join one record with what `target` holds; `alone` leaves the rivals out."""
+    """Join a record into `target`; `alone` stores the winner without its rivals."""
     try:
         with _naming(target):
             saved = save(record, location=target, dry_run=dry_run, alone=alone)
@@ -115,7 +120,7 @@ def put(
 def put_trials(
     name: str, contents: Sequence[bytes], target: Location, *, dry_run: bool = False
 ) -> Moved:
-    """Join the lines of trials with those that `target` holds at `name`."""
+    """Join lines of trials into the file `name` of `target`."""
     _, kernel = of_trials(name)
     before, after = b"", b""
     known: dict[bytes, Entry | None] = {}
@@ -123,12 +128,12 @@ def put_trials(
     def change(old: bytes | None) -> bytes | None:
         nonlocal before, after
         joined = join_trials([old or b"", *contents], kernel, known)
-        if joined == (old or b""):  # nothing new, or asked again about its own work
+        if joined == (old or b""):  # nothing new, or called again after its own write
             return None
         before, after = old or b"", joined
         return joined
 
-    # Lines are read here, so that those who wait for the lock only wait for a file to be written.
+    # Parse all lines into `known` before taking the lock, so that the lock is held only briefly.
     broken = False
     try:
         with _naming(target):
@@ -147,7 +152,7 @@ def put_trials(
 
 @contextlib.contextmanager
 def _naming(target: Location) -> Generator[None, None, None]:
-    """Have what says that a location does not answer say which."""
+    """Add the target's address to Unreachable errors."""
     try:
         yield
     except Unreachable as error:
@@ -157,7 +162,8 @@ def _naming(target: Location) -> Generator[None, None, None]:
 def promote(
     sources: Sequence[Location], target: Location, *, wanted: Wanted = ALL, dry_run: bool = False
 ) -> Iterator[Moved]:
-    """Put the winners of `sources` that were measured into `target`, to ship with the package."""
+    """Join the winners of `sources`, without rivals, into the folder that ships with the package;
+    yield the outcome of each. Unmeasured winners are refused."""
     for listed in list_records(sources):
         record = listed.record
         if record is None or listed.trouble or not wanted.has(slug(record.gpu), record.kernel):
@@ -168,7 +174,11 @@ def promote(
 def export(
     sources: Sequence[Location], file: Path, *, wanted: Wanted = ALL, dry_run: bool = False
 ) -> list[Moved]:
-    """Write the records and trials of `sources` into one file: a line of JSON for each."""
+    """Write the records and trials of `sources` to one file; return the outcome of each file.
+
+    Each line is a JSON object: a header, then the records, then trials in groups of at most
+    `TRIALS_OF_A_LINE`.
+    """
     records: dict[str, TuningRecord] = {}
     moved: list[Moved] = []
     for listed in list_records(sources):
@@ -201,8 +211,10 @@ def export(
 
 
 def import_(file: Path, target: Location, *, dry_run: bool = False) -> Iterator[Moved]:
-    """Join what `export` wrote with what `target` holds. Raises Unsupported if it is no such
-    file, and at the end if it is not whole; a line that is broken is refused."""
+    """Join a file that `export` wrote into `target`; yield the outcomes. Broken lines are refused.
+
+    Raises Unsupported if `export` did not write the file, and at the end if lines are missing.
+    """
     number, expected, is_torn = 0, 1, False
     try:
         with file.open("rb") as lines:
@@ -231,7 +243,7 @@ def import_(file: Path, target: Location, *, dry_run: bool = False) -> Iterator[
 
 
 def _lines_of_export(line: bytes) -> int:
-    """Return how many lines the first one says there are; it says so since 2026-11-24."""
+    """Parse the number of lines from the first line; 1 for exports from before 2026-11-24."""
     fields = parse_json(text_of(line))
     fields.integer("tilegen_export", EXPORT, EXPORT)
     return fields.integer("lines", 1, 2**40) if "lines" in fields.values else 1
@@ -255,30 +267,30 @@ def _import_line(line: bytes, target: Location, dry_run: bool) -> Iterator[Moved
 
 
 def _exports_of(name: str, data: bytes) -> list[dict[str, Any]]:
-    """Return the lines of a file of trials, each of TRIALS_OF_A_LINE at most."""
+    """Convert a file of trials to lines of an export, of at most TRIALS_OF_A_LINE trials each."""
     gpu, kernel = of_trials(name)
     joined = join_trials([data], kernel).splitlines()
     problem = conditions_of(parse_json(text_of(joined[0]))).problem if joined else ""
     trials = [json.loads(line) for line in joined]
     parts = [trials[at : at + TRIALS_OF_A_LINE] for at in range(0, len(trials), TRIALS_OF_A_LINE)]
-    return [{"gpu": gpu, "kernel": kernel, "problem": problem, "trials": one} for one in parts]
+    return [{"gpu": gpu, "kernel": kernel, "problem": problem, "trials": part} for part in parts]
 
 
 def _trials(source: Location, wanted: Wanted) -> Iterator[tuple[str, bytes | TilegenError]]:
-    """Yield the name and content of each file of trials, or why it cannot be read."""
+    """Yield the name of each selected file of trials, with its content or the error of reading."""
     try:
-        found = places.names(source, "trials")
-    except Unreachable:  # said when its records were listed
+        names = places.names(source, "trials")
+    except Unreachable:  # reported when the location's records were listed
         return
-    chosen = [name for name in found if wanted.has(*of_trials(name))]
+    chosen = [name for name in names if wanted.has(*of_trials(name))]
     for name, data in places.read_all(source, chosen, MAX_TRIALS_BYTES):
         if data is not None:
             yield name, data
 
 
 def summary(moved: Iterable[Moved]) -> str:
-    """Return how many files were added, changed, the same and refused."""
+    """Count the files by action, in a line: added, changed, same, refused."""
     counts = dict.fromkeys(("added", "changed", "same", "refused"), 0)
-    for one in moved:
-        counts[one.action] += 1
+    for outcome in moved:
+        counts[outcome.action] += 1
     return ", ".join(f"{count} {action}" for action, count in counts.items())

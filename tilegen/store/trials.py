@@ -1,4 +1,4 @@
-"""Trials as lines of JSON: what was tried for a record, and under which conditions."""
+"""Trials as lines of JSON: the configs tried for a record, and the conditions."""
 
 from __future__ import annotations
 
@@ -26,41 +26,40 @@ from tilegen.store.versions import Versions, is_credible, now
 from tilegen.tuning.measure import POLICY, Measurement
 
 MAX_TRIALS_BYTES = 64 * 2**20
-"""Limit of a file of trials [bytes]."""
+"""Maximum size of a file of trials [bytes]."""
 BESIDES = ("tilegen", "torch", "cuda")
-"""Names of the versions that a line has besides its conditions: no timing depends on them."""
+"""Versions that a line holds besides its conditions: no timing depends on these."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One config tried once."""
+    """One attempt to compile and measure a config."""
 
     config: TileConfig
     measurement: Measurement
     seconds: float = 0.0
-    """Time that the trial took, waiting for the compiler, checking and measuring [seconds]."""
+    """Duration of the trial: waiting for the compiler, checking and measuring [seconds]."""
     spill_bytes: int = 0
-    """Size of what the compiler put into memory of one thread's registers [bytes]; a config with
-    much of it is a last resort."""
+    """Register spills [bytes a thread]. A config that spills much is a last resort."""
     device_lost: bool = False
-    """True: the launch broke the CUDA context, so the config is never tried again."""
+    """True if the launch broke the CUDA context; the config is then never tried again."""
     source: str = ""
-    """Hexadecimal digits that stand for the machine, empty where a line does not say it."""
+    """Hexadecimal identifier of the machine; empty if it is unknown."""
     versions: Versions = field(default_factory=Versions)
-    """Versions that the machine had."""
+    """Versions on that machine."""
     date: str = field(default_factory=now, compare=False)
-    """Date of the trial in UTC."""
+    """UTC date of the trial."""
 
     @property
     def is_final(self) -> bool:
-        """True where another try would end the same way; a launch may fail because another process
-        has taken the memory of a shared GPU."""
+        """True if another attempt would end the same way."""
+        # A launch may fail because another process took the memory of a shared GPU.
         return self.device_lost or self.measurement.status != "launch_failed"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """Conditions that a timing depends on besides the config; another value makes it stale."""
+    """Conditions besides the config that a timing depends on. Any change makes the timing stale."""
 
     problem: str
     arch: str
@@ -73,7 +72,7 @@ class Conditions:
     def of(
         cls, problem: AttentionProblem, arch: str, versions: Versions, template_digest: str
     ) -> Conditions:
-        """Return the conditions of timings of a bucket's problem."""
+        """Collect the conditions of timings of a bucket's problem."""
         return cls(
             problem=problem.key,
             arch=arch,
@@ -84,8 +83,8 @@ class Conditions:
 
 
 def of_one_binary(trials: Iterable[Trial]) -> list[tuple[TileConfig, ...]]:
-    """Return the groups of configs that timed one and the same binary, each in the order of
-    configs; none where every config timed its own."""
+    """Group the configs that compiled to the same binary, each group in the order of configs.
+    Groups of a single config are left out."""
     groups: dict[str, list[TileConfig]] = {}
     for trial in trials:
         if digest := trial.measurement.digest:
@@ -94,23 +93,24 @@ def of_one_binary(trials: Iterable[Trial]) -> list[tuple[TileConfig, ...]]:
 
 
 def one_binary_line(configs: Iterable[TileConfig]) -> str:
-    """Return the note on configs that timed one binary."""
-    return f"one binary was timed as {', '.join(one.key for one in configs)}: it counts once"
+    """Format the note on configs that share a binary."""
+    keys = ", ".join(config.key for config in configs)
+    return f"one binary was timed as {keys}: it counts once"
 
 
 def trials_path(gpu: str, kernel: Kernel, problem: AttentionProblem) -> PurePosixPath:
-    """Return where the trials of a problem lie, relative to a location."""
+    """Return the path of a problem's trials, relative to a location."""
     return PurePosixPath("trials", slug(gpu), kernel, f"{slug(problem.rounded.key)}.jsonl")
 
 
 def of_trials(path: str) -> tuple[str, Kernel]:
-    """Return the GPU, as paths spell it, and the kernel of a file of trials."""
+    """Parse the GPU, as spelt in paths, and the kernel from the path of a file of trials."""
     _, gpu, kernel, _ = path.split("/")
     return gpu, kernel
 
 
 def trial_line(trial: Trial, conditions: Conditions) -> dict[str, Any]:
-    """Return the values of the line that a trial is written as."""
+    """Return the JSON values of a trial's line."""
     groups = {"config": vars(trial.config), "measurement": measurement_values(trial.measurement)}
     values = {"date": trial.date, **vars(trial), **groups, "conditions": vars(conditions)}
     versions = {name: getattr(trial.versions, name) for name in BESIDES}
@@ -126,7 +126,7 @@ def trial_line(trial: Trial, conditions: Conditions) -> dict[str, Any]:
 def parse_trial(
     line: bytes, kernel: Kernel, only: Conditions | None = None
 ) -> tuple[Trial, Conditions] | None:
-    """Read the trial and the conditions of a line; None for other conditions than `only`. Raises
+    """Parse the trial and the conditions of a line; None if the conditions are not `only`. Raises
     InvalidRecord."""
     try:
         values = parse_json(line.decode("utf-8"))
@@ -136,9 +136,9 @@ def parse_trial(
     if only is not None and conditions != only:
         return None
     versions = Versions(triton=conditions.triton, driver=conditions.driver)
-    if "versions" in values.values:  # which older lines lack
-        there = values.group("versions")
-        versions = replace(versions, **{name: there.text(name, longest=80) for name in BESIDES})
+    if "versions" in values.values:  # older lines have no versions
+        stored = values.group("versions")
+        versions = replace(versions, **{name: stored.text(name, longest=80) for name in BESIDES})
     trial = Trial(
         config=config_from(values.group("config"), kernel),
         measurement=measurement_from(values.group("measurement")),
@@ -153,7 +153,7 @@ def parse_trial(
 
 
 def conditions_of(line: Fields) -> Conditions:
-    """Return the conditions of a line, which another tilegen may have written. Raises
+    """Parse the conditions of a line, which another tilegen may have written. Raises
     InvalidRecord."""
     group = line.group("conditions")
     return Conditions(
@@ -162,16 +162,16 @@ def conditions_of(line: Fields) -> Conditions:
 
 
 Entry = tuple[bool, str, bytes]
-"""A line to keep, and before it what lines are ordered by."""
+"""The sort key of a line to keep (True if its date is credible, then the date), and the line."""
 
 
 def join_trials(
     contents: Iterable[bytes], kernel: Kernel, known: dict[bytes, Entry | None] | None = None
 ) -> bytes:
-    """Return the lines of all files, each once, oldest first; dates that cannot be come before all
-    others. What is no trial is left out, and so are the oldest beyond `MAX_TRIALS_BYTES`.
+    """Join the lines of files of trials, each line once, oldest first.
 
-    `known` remembers what became of each line, for another call.
+    Lines with dates in the future come before all others. Invalid lines are dropped, and so are the
+    oldest beyond `MAX_TRIALS_BYTES`. `known` caches parsed lines for further calls.
     """
     known = {} if known is None else known
     kept: set[Entry] = set()
@@ -195,7 +195,7 @@ def _entry(line: bytes, kernel: Kernel) -> Entry | None:
         text = json.dumps(trial_line(*parsed), allow_nan=False)
         date = parsed[0].date
         return is_credible(date), date, text.encode()
-    except OtherSchema:  # which its own tilegen can read
+    except OtherSchema:  # only the tilegen that wrote the line can read it
         return False, "", line
-    except InvalidRecord:  # torn by a kill, or written by others
+    except InvalidRecord:  # cut when its writer was killed, or no trial
         return None

@@ -1,4 +1,4 @@
-"""Upkeep of stores: `check` names what is wrong in them, `prune` removes what is of no use."""
+"""Upkeep of stores: `check` lists broken files, `prune` removes useless files."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ from tilegen.task import Tiled
 from tilegen.tuning.measure import one_line
 
 TMP_SECONDS = 3600.0
-"""Age at which a temporary file was left by a writer that was killed [seconds]: a write takes
+"""Age from which a temporary file must be the leftover of a killed writer [seconds]: a write takes
 milliseconds."""
 MAX_DAYS = 36_500
-"""Largest age of records that can be asked for [days]."""
+"""Upper bound on `older_than_days`."""
 COPY_SECONDS = 7 * 24 * 3600.0
-"""Age at which a copy of a remote record is removed [seconds]; a look-up makes it again."""
+"""Age from which copies of remote records are removed [seconds]; a look-up makes them again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checked:
-    """One file of a store; `trouble` is empty if it is in order."""
+    """A file of a store, or a location that does not answer. `trouble` is empty if all is well."""
 
     file: str
     trouble: str
 
 
 def check(where: Sequence[Location]) -> Iterator[Checked]:
-    """Yield every file of records and trials with what is wrong with it. Changes nothing."""
+    """Check every file of records and trials; yield each with its trouble. Changes nothing."""
     for location in where:
         for listed in list_records([location]):
             trouble = listed.trouble or (_trouble(listed.record) if listed.record else "")
@@ -61,18 +61,20 @@ def check(where: Sequence[Location]) -> Iterator[Checked]:
 
 
 def _trouble(record: TuningRecord) -> str:
-    """Describe a mistake in a record that can be read; empty if there is none."""
+    """Describe the first mistake in a readable record; empty if there is none."""
     specs = {spec.name: spec for spec in catalogue()}
     if (spec := specs.get(record.gpu)) is not None:
         if spec.arch != record.arch:
             return f"arch must be {spec.arch}, that of {spec.name}, got {record.arch}"
-        for one in record.findings:
-            if trouble := illegal(Tiled.of(one.kernel, one.problem, spec, one.config)):
+        for finding in record.findings:
+            tiled = Tiled.of(finding.kernel, finding.problem, spec, finding.config)
+            if trouble := illegal(tiled):
                 return trouble
-    if wrong := list(filter(None, map(no_finding, record.findings))):
-        return wrong[0]
-    if wrong := [one.date for one in record.findings if not is_credible(one.date)]:
-        return f"date must be at most a day ahead of this machine's clock, got {wrong[0]}"
+    if troubles := list(filter(None, map(no_finding, record.findings))):
+        return troubles[0]
+    dates = [finding.date for finding in record.findings]
+    if future := [date for date in dates if not is_credible(date)]:
+        return f"date must be at most a day ahead of this machine's clock, got {future[0]}"
     if join([record]) != record:
         return "the winner is not the one its findings elect; merging it with anything repairs it"
     return ""
@@ -84,7 +86,7 @@ def _bad_lines(name: str, data: bytes | None) -> str:
     for number, line in enumerate((data or b"").splitlines(), start=1):
         try:
             parse_trial(line, kernel)
-        except OtherSchema:  # in order for its own tilegen
+        except OtherSchema:  # valid for the tilegen that wrote it
             continue
         except InvalidRecord as error:
             bad.append(f"line {number}: {one_line(error)}")
@@ -93,7 +95,7 @@ def _bad_lines(name: str, data: bytes | None) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Pruned:
-    """A file that was removed, and why."""
+    """A removed file and the reason."""
 
     file: str
     reason: str
@@ -106,9 +108,12 @@ def prune(
     unmeasured: bool = False,
     dry_run: bool = False,
 ) -> list[Pruned]:
-    """Remove from a folder what killed writers left, what was set aside, and compiled kernels of
-    other compilers; from the own directory old copies of remote records too; if told to, old or
-    unmeasured records. Raises Unsupported."""
+    """Remove leftovers of killed writers, files set aside, and CPU kernels of other compilers.
+
+    In the local cache, old copies of remote records are removed too. `older_than_days` adds records
+    that are older, `unmeasured` adds records without a measurement. `dry_run` removes nothing.
+    Return the removed files. Raises Unsupported.
+    """
     folder = where.folder
     if folder is None:
         raise Unsupported(f"expected a folder to prune, got {where.address()!r}")
@@ -118,34 +123,34 @@ def prune(
             raise Unsupported(f"days must be 0..{MAX_DAYS}, got {older_than_days:g}")
         oldest = datetime.now(UTC) - timedelta(days=older_than_days)
         limit = oldest.strftime("%Y-%m-%dT%H:%M:%SZ")
-    # Nothing but what tilegen writes, wherever it is called.
+    # Match only names that tilegen writes: the folder may hold other files.
     folders = [f"{parent}*/{kernel}/" for parent in ("", "trials/") for kernel in KERNELS]
-    found = {
+    reasons = {
         file: "left by a writer that was killed"
         for parent in (*folders, "kernels/**/", "remote/**/")
         for file in _old(folder, f"{parent}.*.tmp", TMP_SECONDS)
     }
     if where.origin == "own":
         copies = _old(folder, "remote/**/*", COPY_SECONDS)
-        found |= dict.fromkeys(copies, "copy of a remote record")
+        reasons |= dict.fromkeys(copies, "copy of a remote record")
     objects = _old(folder, "kernels/*/*.o", 0)
-    found |= {file: "made by another compiler" for file in objects if is_stale(file)}
+    reasons |= {file: "made by another compiler" for file in objects if is_stale(file)}
     records: dict[Path, Listed] = {}
     for listed in list_records([where]):
         if reason := _useless(listed, limit, unmeasured):
-            found[file := folder / listed.name] = reason
+            reasons[file := folder / listed.name] = reason
             if listed.record is not None:
                 records[file] = listed
-    found = {file: reason for file, reason in found.items() if _is_inside(folder, file)}
     return [
         Pruned(file=printable(str(file)), reason=reason)
-        for file, reason in sorted(found.items())
-        if dry_run or _remove(file, records.get(file))
+        for file, reason in sorted(reasons.items())
+        if _is_inside(folder, file) and (dry_run or _remove(file, records.get(file)))
     ]
 
 
 def _remove(file: Path, listed: Listed | None) -> bool:
-    """Remove a file, a record's only as it was listed: somebody may have found better since."""
+    """Remove a file; return True if it was removed. A record that changed since it was listed
+    stays: it may have been improved."""
     try:
         if listed is None:
             file.unlink(missing_ok=True)
@@ -160,7 +165,7 @@ def _remove(file: Path, listed: Listed | None) -> bool:
 
 
 def _record_of(listed: Listed) -> TuningRecord | None:
-    """Return the record that lies there now, None if it cannot be read."""
+    """Read a listed record again; None if it cannot be read."""
     with contextlib.suppress(InvalidRecord, Unreachable):
         if (data := places.peek(listed.location, listed.name)) is not None:
             return TuningRecord.from_json(text_of(data))
@@ -168,7 +173,7 @@ def _record_of(listed: Listed) -> TuningRecord | None:
 
 
 def _is_inside(folder: Path, file: Path) -> bool:
-    """True for a file below the folder itself, False for one that a link leads to."""
+    """Return False if a symbolic link below the folder leads to the file."""
     try:
         return inside(folder, file.relative_to(folder)) == file
     except Unsupported:
@@ -178,9 +183,9 @@ def _is_inside(folder: Path, file: Path) -> bool:
 def _useless(listed: Listed, limit: str | None, unmeasured: bool) -> str:
     if (record := listed.record) is None:
         return "was set aside" if listed.name.endswith(".broken") else ""
-    if unmeasured and not any(one.is_measured for one in record.findings):
+    if unmeasured and not any(finding.is_measured for finding in record.findings):
         return "nobody has measured it"
-    if limit is not None and all(one.date < limit for one in record.findings):
+    if limit is not None and all(finding.date < limit for finding in record.findings):
         return f"of {record.date}"
     return ""
 

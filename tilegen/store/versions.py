@@ -18,21 +18,21 @@ from tilegen.version import __version__
 
 @dataclass(frozen=True, kw_only=True)
 class Versions:
-    """Versions that a measurement was taken with; an empty text is "not known"."""
+    """Versions that a measurement was taken with; empty if unknown."""
 
     tilegen: str = ""
     torch: str = ""
     triton: str = ""
     cuda: str = ""
-    """Version that PyTorch was built for (CUDA, or HIP on AMD)."""
+    """Version of CUDA that PyTorch was built for; of HIP on AMD."""
     driver: str = ""
     sympy: str = ""
-    """Version of SymPy, which spells masks and scores canonically: no timing depends on it."""
+    """Version of SymPy, which spells masks and scores canonically. No timing depends on it."""
 
 
 @cache
 def current_versions() -> Versions:
-    """Return the versions in this process."""
+    """Collect the versions in this process."""
     import torch
 
     return Versions(
@@ -47,20 +47,19 @@ def current_versions() -> Versions:
 
 @cache
 def this_machine() -> str:
-    """Return twelve hexadecimal digits that stand for this machine and do not name it."""
+    """Return twelve hexadecimal digits that identify this machine without naming it."""
     try:
         identity = Path("/etc/machine-id").read_text(encoding="ascii")
-    except (OSError, UnicodeDecodeError):  # containers often have none, or one in common
+    except (OSError, UnicodeDecodeError):  # containers often lack the file
         identity = ""
     return hashlib.sha256(f"{platform.node()}\n{identity}".encode()).hexdigest()[:12]
 
 
 @lru_cache(maxsize=1024)
 def release_order(text: str) -> tuple[bool, Version]:
-    """Return the place of a version among others, by PEP 440: a candidate comes before its release.
+    """Return a sort key for versions by PEP 440: release candidates come before their releases.
 
-    What follows the numbers is left out where PEP 440 does not know it, as in 6.2.4-dd7f; what has
-    no numbers comes first.
+    A suffix outside PEP 440, as in 6.2.4-dd7f, is ignored. Texts without a number come first.
     """
     public = text.partition("+")[0]
     try:
@@ -71,17 +70,17 @@ def release_order(text: str) -> tuple[bool, Version]:
 
 
 def now() -> str:
-    """Return the time as a record's date."""
+    """Return the present time in the form of a record's date."""
     return _text(datetime.now(UTC))
 
 
 def is_credible(date: str) -> bool:
-    """True for a record's date that is at most a day ahead of this machine's clock."""
+    """Return True if a record's date is at most a day ahead of this machine's clock."""
     return date <= _text(datetime.now(UTC) + timedelta(days=1))
 
 
 def second_after(date: str) -> str:
-    """Return the date a second later than `date`."""
+    """Return the date one second after `date`."""
     return _text(datetime.fromisoformat(date) + timedelta(seconds=1))
 
 
@@ -90,7 +89,7 @@ def _text(when: datetime) -> str:
 
 
 def installed(package: str) -> str:
-    """Return the version of a package, an empty text if it is not there."""
+    """Return the version of an installed package; empty if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -98,9 +97,9 @@ def installed(package: str) -> str:
 
 
 def _driver(kernel_module: Path = Path("/proc/driver/nvidia/version")) -> str:
-    """Return the NVIDIA driver's version, or an empty text where there is none."""
+    """Return the version of the NVIDIA driver; empty if there is no driver."""
     try:
-        found = re.search(r"\b\d{3,4}\.\d+(\.\d+)?\b", kernel_module.read_text(encoding="ascii"))
+        match = re.search(r"\b\d{3,4}\.\d+(\.\d+)?\b", kernel_module.read_text(encoding="ascii"))
     except (OSError, UnicodeDecodeError):
         return ""
-    return found[0] if found else ""
+    return match[0] if match else ""
