@@ -1,2 +1,2 @@
-"""Tuning by many machines: where trials are kept (`storage`), one study (`queue`), a worker
-(`worker`), measuring without a GPU (`replay`), and how far all are (`status`)."""
+"""Tuning by many machines: jobs (`jobs`), storages (`storage`, `faults`), queues of studies
+(`queue`), workers (`worker`), the machines that they measure on (`bench`), progress (`status`)."""

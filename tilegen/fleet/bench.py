@@ -1,4 +1,4 @@
-"""The machine that a worker measures on: the GPU at hand, or timings recorded elsewhere."""
+"""The machine that a worker measures on: the local GPU, or recordings of timings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tilegen.tuning.bench import Bench, as_tuned, real_bench
 from tilegen.tuning.measure import Measurement
 
 MAX_NAMED = 8
-"""Number of recordings that an error names at the most."""
+"""Maximum number of recordings that an error names."""
 
 Key = tuple[str, Kernel, str]
 
@@ -29,37 +29,37 @@ class Machine(Protocol):
     """Measures the configs of jobs."""
 
     def space(self, job: Job) -> Sequence[TileConfig]:
-        """Return the configs there are."""
+        """Return all configs of a job."""
         ...
 
     def bench(self, job: Job) -> Bench:
-        """Return the bench that compiles, measures and checks the configs."""
+        """Return the functions that compile, measure and check a job's configs."""
         ...
 
 
 class RealMachine:
-    """The GPU at hand, and its cores to compile on."""
+    """The local GPU, and a pool of processes that compile."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
 
     def space(self, job: Job) -> Sequence[TileConfig]:
-        """Return all legal configs."""
+        """Return all legal configs of a job."""
         return search_space(job.task)
 
     def bench(self, job: Job) -> Bench:
-        """Return the bench of the GPU at hand. Raises Unsupported if the job is for another GPU."""
+        """Return the bench of the local GPU. Raises Unsupported if the job is for another GPU."""
         return real_bench(job.task, self._pool)
 
 
 class ReplayMachine:
-    """Recordings of timings (benchmarks/recordings.py) in the place of a GPU.
+    """Recordings of timings (benchmarks/recordings.py) in place of a GPU.
 
-    A config takes as long as its recording says, and comes out as the recording says.
+    A measurement takes the recorded time, and returns the recorded result.
     """
 
     def __init__(self, where: Path) -> None:
-        """Reads a file, or all `.jsonl` files below a folder. Raises InvalidRecord, Unsupported."""
+        """Read a file, or all `.jsonl` files below a folder. Raises InvalidRecord, Unsupported."""
         self._recorded: dict[Key, dict[TileConfig, tuple[Measurement, float]]] = {}
         files = sorted(where.rglob("*.jsonl")) if where.is_dir() else [where]
         for file in files:
@@ -69,12 +69,12 @@ class ReplayMachine:
 
     @property
     def gpus(self) -> list[str]:
-        """The GPU models there are recordings of."""
+        """GPU models that have recordings."""
         return sorted({gpu for gpu, _, _ in self._recorded})
 
     def jobs(self, problems: Sequence[AttentionProblem], gpu: str) -> list[Job]:
-        """Return the jobs of a catalogue that have been recorded on a GPU model. Raises Unsupported
-        where none has been."""
+        """List the jobs of problems that were recorded on a GPU model. Raises Unsupported if there
+        are none."""
         spec = gpu_named(gpu)
         wanted = dict.fromkeys(problem.bucket.key for problem in problems)
         jobs = [
@@ -94,11 +94,11 @@ class ReplayMachine:
         return jobs
 
     def space(self, job: Job) -> Sequence[TileConfig]:
-        """Return the configs recorded."""
+        """Return the recorded configs of a job."""
         return list(self._recorded[_key(job)])
 
     def bench(self, job: Job) -> Bench:
-        """Return a bench that answers as the recording does, after as long."""
+        """Return a bench that sleeps for the recorded time, and returns the recorded result."""
         recorded = self._recorded[_key(job)]
 
         def measure(config: TileConfig) -> Measurement:
@@ -113,23 +113,23 @@ class ReplayMachine:
             lines = file.read_bytes().split(b"\n")
         except OSError as error:
             raise Unsupported(f"cannot read {str(file)!r}: {error.strerror}") from error
-        found: dict[TileConfig, tuple[Measurement, float]] | None = None
+        results: dict[TileConfig, tuple[Measurement, float]] | None = None
         for line in filter(None, lines):
             try:
                 fields = parse_json(line.decode("utf-8"))
                 if "recording" in fields.values:
                     problem = AttentionProblem.parse(fields.text("problem", longest=1000))
                     key = (fields.text("gpu"), kernel_of(fields), problem.rounded.key)
-                    found = self._recorded.setdefault(key, {})
-                elif found is not None:
+                    results = self._recorded.setdefault(key, {})
+                elif results is not None:
                     config = TileConfig.parse(fields.text("config"))
                     measurement = measurement_from(fields.group("measurement"))
                     if spilled := fields.integer("spill_bytes", 0, 2**31):
                         measurement = as_tuned(measurement, spilled)
-                    found[config] = (measurement, fields.number("seconds", 0, MAX_SECONDS))
+                    results[config] = (measurement, fields.number("seconds", 0, MAX_SECONDS))
             except (UnicodeDecodeError, TilegenError):
-                continue  # torn by a kill
-        if found is None:
+                continue  # cut when the recorder was killed
+        if results is None:
             raise InvalidRecord(f"expected a recording in {str(file)!r}, no line of it opens one")
 
 

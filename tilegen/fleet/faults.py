@@ -1,4 +1,4 @@
-"""Errors of storages: those that may pass, and those that waiting does not help."""
+"""Errors of storages: temporary errors, and errors that waiting does not cure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LASTING: dict[int, str] = {
         ANOTHER,
     ),
 }
-"""Errors of the system that last, each with what to do. One that is not here may be a network's."""
+"""System errors that last, each with advice. Other system errors may be a network's, and pass."""
 SQLITE = {
     **dict.fromkeys(("SQLITE_NOTADB", "SQLITE_CORRUPT", "SQLITE_CANTOPEN"), "no SQLite database"),
     "SQLITE_READONLY": "a database that cannot be written to",
@@ -34,17 +34,19 @@ SQLITE = {
     "SQLITE_PERM": "a database that nobody here may open",
 }
 POSTGRES = ("3D", "28", "42501", "53100")
-"""Starts of PostgreSQL's codes for: no such database, not let in, not allowed, disk full."""
+"""Prefixes of PostgreSQL's error codes: no database, login refused, no permission, disk full."""
 NOT_LET_IN = re.compile(
     r'FATAL: +(database|role) ".*" does not exist|FATAL: .*(authentication failed|pg_hba\.conf'
     r"|not permitted to log in)|no password supplied"
 )
-"""Messages of a connection that was refused, which bears no code."""
+"""Messages of refused connections, which have no error code."""
 
 
 def may_pass(error: Exception) -> bool:
-    """True for an error that may pass, unless `lasting` says why it does not. Bases are compared by
-    name: no driver need be installed."""
+    """Return True if an error may be temporary; `lasting` tells lasting errors apart.
+
+    Base classes are compared by name, so that no driver needs to be installed.
+    """
     names = {f"{base.__module__}.{base.__name__}" for base in type(error).__mro__}
     if names & {"grpc.RpcError"}:
         code: Any = getattr(error, "code", lambda: None)()
@@ -55,10 +57,11 @@ def may_pass(error: Exception) -> bool:
 
 
 def lasting(error: Exception, journal: Path | None) -> str:
-    """Return why a storage, maybe a `journal`, stays as it is, and what to do; an empty text where
-    waiting may help."""
-    told = OSError | OptunaError | TilegenError
-    if journal is not None and not isinstance(error, told):
+    """Explain why a storage will not recover, with advice; empty if waiting may help. `journal` is
+    the file of a storage that is a journal."""
+    # Optuna does not check a journal's lines: broken lines raise errors of other classes.
+    explicit = OSError | OptunaError | TilegenError
+    if journal is not None and not isinstance(error, explicit):
         return _flaw(journal)
     for cause in _causes(error):
         code = str(getattr(cause, "sqlite_errorname", ""))
@@ -78,13 +81,13 @@ def lasting(error: Exception, journal: Path | None) -> str:
 
 
 def in_words(error: Exception) -> str:
-    """Return the innermost error as a line, without the layers that add nothing."""
+    """Describe the innermost cause of an error in one line; the errors around it add nothing."""
     *_, last = _causes(error)
     return one_line(str(last) or type(last).__name__)
 
 
 def is_operation(line: bytes) -> bool | None:
-    """True for a journal's line that is an operation, None for one that is no JSON."""
+    """Return True if a journal's line is an operation of Optuna's, None if it is no JSON."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
@@ -93,7 +96,7 @@ def is_operation(line: bytes) -> bool | None:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and what it was raised from: SQLAlchemy wraps a driver's, and Optuna that."""
+    """Yield an error and its causes: Optuna wraps SQLAlchemy's errors, which wrap the driver's."""
     cause: BaseException | None = error
     while cause is not None:
         yield cause
@@ -101,8 +104,8 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _flaw(journal: Path) -> str:
-    """Return which line of a journal is broken, an empty text if none is but the last, which a
-    writer that was killed may have left torn."""
+    """Name the first broken line of a journal. Empty if there is none, or only the last line is cut
+    short, as a killed writer leaves it."""
     with journal.open("rb") as lines:
         verdicts = [is_operation(line) for line in lines]
     broken = [number for number, verdict in enumerate(verdicts, start=1) if not verdict]

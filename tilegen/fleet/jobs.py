@@ -20,7 +20,7 @@ from tilegen.store.versions import current_versions
 from tilegen.task import KernelTask
 
 ATTRIBUTES = ("gpu", "kernel", "problem", "policy")
-"""Names of the attributes in which a study describes its job, for `tilegen fleet status`."""
+"""Attributes by which a study describes its job, for `tilegen fleet status`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,29 +30,29 @@ class Job:
     gpu: GpuSpec
     kernel: Kernel
     problem: AttentionProblem
-    """The problem of a bucket."""
+    """A problem with the batch and lengths of a bucket."""
 
     @property
     def task(self) -> KernelTask:
-        """The kernel for the problem on the GPU model."""
+        """The job as a task of the compiler."""
         return KernelTask.of(self.kernel, self.problem, self.gpu)
 
     @cached_property
     def conditions(self) -> Conditions:
-        """Conditions of the timings; workers under other conditions have a study of their own."""
+        """Conditions of the timings. Workers under other conditions share another study."""
         digest = template_digest(self.kernel)
         return Conditions.of(self.problem, self.gpu.arch, current_versions(), digest)
 
     @cached_property
     def study(self) -> str:
-        """The name of the study of this job."""
+        """Name of the job's study."""
         conditions = json.dumps(asdict(self.conditions), sort_keys=True).encode()
         digest = hashlib.sha256(conditions).hexdigest()[:12]
         return f"{slug(self.gpu.name)}/{self.kernel}/{slug(self.problem.key)}/{digest}"
 
     @property
     def attributes(self) -> dict[str, str]:
-        """The values by which the study of this job describes it."""
+        """Values of `ATTRIBUTES` in the job's study."""
         values = self.gpu.name, self.kernel, self.problem.key, self.conditions.policy
         return dict(zip(ATTRIBUTES, values, strict=True))
 
@@ -63,7 +63,7 @@ class Job:
 def jobs_of(
     problems: Iterable[AttentionProblem], gpu: GpuSpec, kernels: Sequence[Kernel] | None = None
 ) -> list[Job]:
-    """Return the jobs of problems on a GPU model, each once; by default all kernels they need."""
+    """List the jobs of problems on a GPU model, each once; by default for all kernels they need."""
     jobs = [
         Job(gpu=gpu, kernel=kernel, problem=problem.bucket)
         for problem in problems
@@ -73,18 +73,18 @@ def jobs_of(
 
 
 def read_problems(catalogue: Sequence[str]) -> list[AttentionProblem]:
-    """Return the problems of a catalogue, each entry a file or a notation. Raises TilegenError."""
+    """Read a catalogue, whose entries are files or notations. Raises TilegenError."""
     from tilegen.catalog import read_catalogue
 
-    found: list[AttentionProblem] = []
+    problems: list[AttentionProblem] = []
     for entry in catalogue:
-        is_file = len(entry.split()) == 1 or _is_file(Path(entry))  # no problem is one word
-        found += read_catalogue(Path(entry)) if is_file else [AttentionProblem.parse(entry)]
-    return found
+        is_file = len(entry.split()) == 1 or _is_file(Path(entry))  # no notation is a single word
+        problems += read_catalogue(Path(entry)) if is_file else [AttentionProblem.parse(entry)]
+    return problems
 
 
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except OSError:  # too long for a name, as a notation may be
+    except OSError:  # a notation may be too long for a file name
         return False

@@ -1,10 +1,12 @@
-"""One study: every config of a kernel, problem and GPU model is one of its trials.
+"""The queue of a study, in which every config of a job is a trial.
 
-Optuna's own heartbeats are left alone. They work for databases only, not for journals or through
-the proxy; a trial whose worker dies before the first heartbeat stays claimed for ever; and a trial
-is lost if the worker that found it abandoned dies between failing it and putting it back. A queue
-needs no more of a storage than that trials are numbered and that only one of two workers makes a
-waiting trial a running one.
+Optuna's own heartbeats are not used, for three reasons. They work for databases only, not for
+journals or through the proxy. A trial whose worker dies before its first heartbeat stays claimed
+forever. A trial is lost if the worker that finds it abandoned dies between failing it and putting
+it back.
+
+A queue relies on two properties of a storage: trials are numbered, and only one of two workers can
+turn a waiting trial into a running one.
 """
 
 from __future__ import annotations
@@ -28,32 +30,32 @@ if TYPE_CHECKING:
     from optuna.storages import BaseStorage
 
 CONFIG, RESULT, BEAT, FILLED = "config", "result", "beat", "filled"
-"""Names of the attributes that trials and studies carry besides Optuna's own."""
+"""Attributes of trials and studies besides Optuna's own."""
 PUBLISHED = "published to "
-"""Start of the marks of studies whose winner is in a store."""
+"""Prefix of the marks of studies whose winner is in a store."""
 STALE_SECONDS = 60.0
-"""Time without a beat after which a claim belongs to nobody [seconds]: another worker measures its
+"""Time without a beat after which a claim is stale [seconds], and another worker measures its
 config."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A config that this worker, and no other, is to measure."""
+    """A config that only this worker measures."""
 
     config: TileConfig
     trial: optuna.Trial
 
     def beat(self, count: int) -> None:
-        """Say that the worker is still at it."""
-        with contextlib.suppress(UpdateFinishedTrialError):  # `finish` will find that out
+        """Renew the claim, with another count than the last beat's."""
+        with contextlib.suppress(UpdateFinishedTrialError):  # claim lost, as `finish` will report
             self.trial.set_user_attr(BEAT, count)
 
 
 class Queue:
-    """The configs of one study that are still to be measured; any number of workers share it.
+    """The configs of a study that are not measured yet; any number of workers share the queue.
 
-    Of the trials of a config that have not failed the one with the lowest number counts, all others
-    are passed over. So it does no harm when two workers put a config back at the same moment.
+    If a config has several trials that have not failed, the trial with the lowest number counts and
+    the others are ignored. So two workers may put a config back at the same moment.
     """
 
     def __init__(
@@ -64,8 +66,8 @@ class Queue:
         *,
         stale_seconds: float = STALE_SECONDS,
     ) -> None:
-        """Opens the study; who makes it is the one who fills it."""
-        sampler = optuna.samplers.RandomSampler()  # never asked: all configs are named beforehand
+        """Open the study, or create it. The worker that creates a study fills it."""
+        sampler = optuna.samplers.RandomSampler()  # never samples: trials are enqueued with configs
         try:
             self._study = optuna.create_study(storage=storage, study_name=name, sampler=sampler)
             self._made = True
@@ -79,21 +81,22 @@ class Queue:
         self._stale = stale_seconds
         self._filled = False
         self._beats: dict[int, tuple[int, float]] = {}
-        """Last beat of each running trial, and the time when it was new by this process's clock
-        [seconds]."""
+        """Last beat of each running trial, and the time when this process first saw that beat, by
+        `time.monotonic` [seconds]."""
 
     def ready(
         self,
         configs: Sequence[TileConfig],
         known: Callable[[], Collection[dict[str, Any]]] = lambda: (),
     ) -> bool:
-        """True once the configs are in the queue; puts them there if that is this worker's job.
+        """Fill the queue if that is this worker's part; return True once the queue is filled.
 
-        `known` returns results from elsewhere, which need not be found again.
+        A worker that did not create the study fills it only if the creator takes too long. `known`
+        returns results from elsewhere, which are not measured again.
         """
         if not self._filled:
-            makers_time_is_up = time.monotonic() - self._opened > self._stale
-            if not self._made and not makers_time_is_up:
+            is_creator_late = time.monotonic() - self._opened > self._stale
+            if not self._made and not is_creator_late:
                 self._filled = bool(self._study.user_attrs.get(FILLED))
                 return self._filled
             done = self._counting()
@@ -106,41 +109,43 @@ class Queue:
         return True
 
     def claim(self) -> Claim | None:
-        """Return the next config for this worker to measure, None if none is waiting."""
+        """Claim the next waiting config; None if no config is waiting."""
         while _some_wait(before := self._all()):
             trial = self._study.ask()
-            key = trial.user_attrs.get(CONFIG, "")  # none: another was faster, ask made a new one
-            # One that counted before it was claimed still does; one that did not may do now.
+            # No key: another worker took the last waiting trial, and `ask` made a new trial.
+            key = trial.user_attrs.get(CONFIG, "")
+            # A trial that counted before it was claimed still counts; another trial may by now.
             if _counts(trial, key, before) or _counts(trial, key, self._all()):
                 return Claim(TileConfig.parse(key), trial)
             self._study.tell(trial, state=TrialState.FAIL)
         return None
 
     def finish(self, claim: Claim, trial: Trial, conditions: Conditions) -> bool:
-        """Write down what was measured; False if others have taken the config for abandoned."""
+        """Store the result of a claim; return False if another worker has put its config back."""
         result = trial_line(trial, conditions)
         value = trial.measurement.median_us
         state = TrialState.PRUNED if value is None else TrialState.COMPLETE
         try:
             claim.trial.set_user_attr(RESULT, json.dumps(result, allow_nan=False))
             self._study.tell(claim.trial, value, state)
-        except (UpdateFinishedTrialError, ValueError):  # finished: by others, or by this very call
+        except (UpdateFinishedTrialError, ValueError):
+            # Another worker finished the trial, or a retried call did whose answer was lost.
             return self._trial(claim).state == state
         return True
 
     def release(self, claim: Claim) -> None:
-        """Put a config back that was claimed and not measured."""
+        """Put back a config that was claimed and not measured."""
         self._put_back(self._trial(claim))
 
     def reap(self, configs: Sequence[TileConfig]) -> None:
-        """Put back what dead workers have claimed, and what was lost on the way back.
+        """Put back the claims of dead workers, and configs that were lost on the way back.
 
-        A worker is dead if for some time no new beat has been seen from here. Clocks of different
-        machines are never compared, and time in which the storage was away does not count.
+        A worker counts as dead if this process has seen no new beat for `stale_seconds`. Clocks of
+        different machines are never compared, and time without the storage does not count.
         """
         now = time.monotonic()
         trials = self._all()
-        for trial in (t for t in trials if t.state == TrialState.RUNNING):
+        for trial in (trial for trial in trials if trial.state == TrialState.RUNNING):
             beat = int(trial.user_attrs.get(BEAT, 0))
             last = self._beats.get(trial.number)
             if last is None or last[0] != beat or last[1] < last_failure(self._storage):
@@ -151,22 +156,22 @@ class Queue:
             self._put_missing(configs)
 
     def results(self, configs: Sequence[TileConfig]) -> dict[TileConfig, dict[str, Any]] | None:
-        """Return the results of every config, None as long as a config has none."""
+        """Return the result of every config; None until all configs have a result."""
         counting = self._counting()
-        found: dict[TileConfig, dict[str, Any]] = {}
+        results: dict[TileConfig, dict[str, Any]] = {}
         for config in configs:
             trial = counting.get(config.key)
             if trial is None or not trial.state.is_finished():
                 return None
-            found[config] = _result(trial)
-        return found
+            results[config] = _result(trial)
+        return results
 
     def marked(self, mark: str) -> bool:
-        """True where a worker has set this mark on the study."""
+        """Return True if a worker has set this mark on the study."""
         return bool(self._study.user_attrs.get(mark))
 
     def mark(self, mark: str, value: str) -> None:
-        """Mark the study, for all to see."""
+        """Set a mark on the study, which all workers see."""
         self._study.set_user_attr(mark, value)
 
     def _all(self) -> list[FrozenTrial]:
@@ -180,16 +185,16 @@ class Queue:
         return counting(self._all())
 
     def _put_missing(self, configs: Sequence[TileConfig]) -> None:
-        there = self._counting()
+        present = self._counting()
         for config in configs:
-            if config.key not in there:
+            if config.key not in present:
                 self._put(config.key)
 
     def _put_back(self, trial: FrozenTrial) -> None:
         try:
             self._study.tell(trial.number, state=TrialState.FAIL)
         except (UpdateFinishedTrialError, ValueError):
-            return  # it was finished after all, or another has put it back
+            return  # the trial was finished after all, or another worker has put it back
         if key := trial.user_attrs.get(CONFIG):
             self._put(key)
 
@@ -198,17 +203,16 @@ class Queue:
 
 
 def counting(trials: Sequence[FrozenTrial]) -> dict[str, FrozenTrial]:
-    """Return the trial of each config that counts."""
-    found: dict[str, FrozenTrial] = {}
+    """Return the trial that counts for each config, by the config's key."""
+    first: dict[str, FrozenTrial] = {}
     for trial in sorted(trials, key=lambda trial: trial.number):
         if trial.state != TrialState.FAIL and (key := trial.user_attrs.get(CONFIG)):
-            found.setdefault(key, trial)
-    return found
+            first.setdefault(key, trial)
+    return first
 
 
 def _result(trial: FrozenTrial) -> dict[str, Any]:
-    """Return the result in a trial, empty where it cannot be read: then the publisher measures
-    it."""
+    """Parse the result of a trial; empty if it is unreadable, and the publisher measures again."""
     try:
         result = json.loads(trial.user_attrs[RESULT])
     except (KeyError, TypeError, ValueError, RecursionError):
@@ -221,8 +225,8 @@ def _some_wait(trials: Sequence[FrozenTrial]) -> bool:
 
 
 def _counts(trial: optuna.Trial, key: str, among: Sequence[FrozenTrial]) -> bool:
-    found = counting(among).get(key)
-    return found is not None and found.number == trial.number
+    first = counting(among).get(key)
+    return first is not None and first.number == trial.number
 
 
 def _key(result: Mapping[str, Any]) -> str:

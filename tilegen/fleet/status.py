@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Progress of one study: how many of its configs wait, run and are finished."""
+    """Progress of a study: the numbers of its waiting, running and finished configs."""
 
     gpu: str
     kernel: str
@@ -32,13 +32,13 @@ class Progress:
     abandoned: int
     """Number of claims that were put back."""
     best_us: float | None
-    """Shortest time so far [us]."""
+    """Shortest median so far [us]."""
     winner: str
-    """Config that was published; `none runs` where none does, empty before."""
+    """The published config; `none runs` if no config runs, empty before publication."""
 
     @property
     def configs(self) -> int:
-        """Number of configs there are."""
+        """Number of all configs."""
         return self.waiting + self.running + self.finished
 
     @property
@@ -52,35 +52,37 @@ class Progress:
 
 
 def progress(storage: BaseStorage, jobs: Sequence[Job] = ()) -> list[Progress]:
-    """Return the progress of every study, and of those jobs of a catalogue that have none."""
-    found: list[Progress] = []
+    """Collect the progress of every study, and of `jobs` that have no study yet."""
+    studies: list[Progress] = []
     for summary in storage.get_all_studies():
-        values = {n: printable(str(summary.user_attrs.get(n, ""))) for n in ATTRIBUTES}
+        attributes = summary.user_attrs
+        values = {name: printable(str(attributes.get(name, ""))) for name in ATTRIBUTES}
         if not values["kernel"]:
-            continue  # another's, or made a moment ago
+            continue  # not tilegen's study, or so new that it has no attributes yet
         trials = optuna.load_study(storage=storage, study_name=summary.study_name).get_trials(
             deepcopy=False
         )
-        now = counting(trials)
-        states = Counter(trial.state for trial in now.values())
-        finished = [trial for trial in now.values() if trial.state.is_finished()]
+        by_config = counting(trials)
+        states = Counter(trial.state for trial in by_config.values())
+        finished = [trial for trial in by_config.values() if trial.state.is_finished()]
         times = [trial.value for trial in finished if trial.value is not None]
-        marks = (v for k, v in summary.user_attrs.items() if k.startswith(PUBLISHED))
-        found.append(
+        marks = (value for name, value in attributes.items() if name.startswith(PUBLISHED))
+        studies.append(
             Progress(
                 **values,
                 waiting=states[TrialState.WAITING],
                 running=states[TrialState.RUNNING],
                 finished=len(finished),
                 abandoned=sum(
-                    t.state == TrialState.FAIL and CONFIG in t.user_attrs for t in trials
+                    trial.state == TrialState.FAIL and CONFIG in trial.user_attrs
+                    for trial in trials
                 ),
                 best_us=min(times, default=None),
                 winner=printable(str(next(marks, ""))),
             )
         )
-    known = {(one.gpu, one.kernel, one.problem) for one in found}
-    found += [
+    known = {(study.gpu, study.kernel, study.problem) for study in studies}
+    studies += [
         Progress(
             **job.attributes,
             waiting=0,
@@ -93,4 +95,4 @@ def progress(storage: BaseStorage, jobs: Sequence[Job] = ()) -> list[Progress]:
         for job in jobs
         if (job.gpu.name, job.kernel, job.problem.key) not in known
     ]
-    return sorted(found, key=lambda one: (one.gpu, one.problem, one.kernel))
+    return sorted(studies, key=lambda study: (study.gpu, study.problem, study.kernel))

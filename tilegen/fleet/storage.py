@@ -1,4 +1,4 @@
-"""Optuna's storages by URL, and patience with one that is away for a while."""
+"""Optuna's storages by URL, with retries while a storage does not answer."""
 
 from __future__ import annotations
 
@@ -28,33 +28,33 @@ FORMS = (
     "tilegen fleet proxy, or sqlite:///FILE on one machine"
 )
 OPENING_SECONDS = 30.0
-"""Time that a storage may take to answer at first [seconds]; a wrong address ends by then."""
+"""Time limit for the first answer of a storage [seconds]; a wrong address fails by then."""
 PATIENCE_SECONDS = 600.0
-"""Time that workers wait for a storage that answered before [seconds]: a restart, an upgrade."""
+"""Time for which workers retry a storage that answered before [seconds]: a restart, an upgrade."""
 LONGEST_PAUSE = 10.0
-"""Longest pause between two calls [seconds]."""
+"""Longest pause between two attempts at a call [seconds]."""
 MAX_LINE = 2**20
-"""Limit of a journal's first line [bytes]; the longest is a few hundred."""
+"""Maximum length of a journal's first line [bytes]; usual lines have a few hundred."""
 TABLES_LOCK = int.from_bytes(b"tilegen", "big")
-"""Number of the lock that whoever makes tables in a database of PostgreSQL's holds."""
+"""Number of the PostgreSQL lock that a worker holds while it creates tables."""
 LOCK_SECONDS = 10
-"""Time after which the lock of a journal belongs to a killed worker [seconds]: a living one holds
-it for milliseconds."""
+"""Age at which a journal's lock must be a killed worker's [seconds]: a running worker holds it for
+milliseconds."""
 
 
 class StorageAway(TilegenError):
-    """A fleet's storage does not answer."""
+    """A fleet's storage that does not answer."""
 
 
 class StorageBroken(Unsupported):
-    """A fleet's storage that waiting does not help: a full disk, a database that is not there."""
+    """A fleet's storage that waiting does not repair: a full disk, a missing database."""
 
 
 class Patient:
-    """A storage whose calls are made again, ever later, while it does not answer.
+    """A storage that retries its calls, at growing intervals, while it does not answer.
 
-    A call may have been done although its answer was lost. `queue` is made for that: what is put in
-    twice is measured once, and a claim that nobody knows of goes stale.
+    A call may have taken effect although its answer was lost. `queue` allows for that: a config
+    that was enqueued twice is measured once, and a claim that no worker knows of goes stale.
     """
 
     def __init__(self, storage: BaseStorage, where: str, journal: Path | None = None) -> None:
@@ -62,11 +62,11 @@ class Patient:
         self.failed_at = -math.inf
         """Time at which the storage last did not answer, by `time.monotonic` [seconds]."""
         self._until = math.inf
-        """Time after which no call is made again, by the same clock [seconds]."""
+        """Time after which no call is retried, by the same clock [seconds]."""
 
     @contextlib.contextmanager
     def in_a_hurry(self, seconds: float) -> Generator[None, None, None]:
-        """Make calls that begin in the block again for that long at the most."""
+        """Retry calls of the block for at most `seconds`."""
         self._until = time.monotonic() + seconds
         try:
             yield
@@ -78,7 +78,7 @@ class Patient:
         return partial(self._call, value) if callable(value) else value
 
     def _call(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        def again() -> Any:
+        def attempt() -> Any:
             try:
                 return call(*args, **options)
             except Exception as error:
@@ -87,28 +87,28 @@ class Patient:
                 raise
 
         left = min(PATIENCE_SECONDS, self._until - time.monotonic())
-        return patiently(again, self._where, left, self._journal)
+        return patiently(attempt, self._where, left, self._journal)
 
 
 def in_a_hurry(storage: object, seconds: float) -> contextlib.AbstractContextManager[None]:
-    """Return a block in which a storage is asked for that long at the most."""
+    """Return a context in which a Patient storage retries calls for at most `seconds`."""
     is_patient = isinstance(storage, Patient)
     return storage.in_a_hurry(seconds) if is_patient else contextlib.nullcontext()
 
 
 def last_failure(storage: object) -> float:
-    """Return when a storage last did not answer, by `time.monotonic`."""
+    """Return the time when a storage last did not answer, by `time.monotonic` [seconds]."""
     return storage.failed_at if isinstance(storage, Patient) else -math.inf
 
 
 def patiently(
     call: Callable[[], Any], where: str, seconds: float, journal: Path | None = None
 ) -> Any:
-    """Call a function, again and again while the storage is away.
+    """Call a function, and retry it for `seconds` while the storage `where` does not answer.
 
-    Raises StorageAway, or StorageBroken at once where waiting does not help.
+    Raises StorageAway after that time, and StorageBroken at once if waiting does not help.
     """
-    started, pause, said = time.monotonic(), 0.1, False
+    started, pause, is_logged = time.monotonic(), 0.1, False
     while True:
         try:
             return call()
@@ -125,22 +125,25 @@ def patiently(
                     f"expected the storage {where} to answer, got for {waited:.0f} s: "
                     f"{in_words(error)}; start it, or name another with --storage"
                 ) from error
-            if not said and waited > 1:
+            if not is_logged and waited > 1:
                 log.warning("the storage %s does not answer; trying again", where)
-                said = True
-        # Not all workers at the same moment, when a server comes back.
+                is_logged = True
+        # Random pauses keep workers from retrying all at once when a server comes back.
         time.sleep(pause * random.uniform(0.5, 1))
         pause = min(2 * pause, LONGEST_PAUSE)
 
 
 def open_storage(url: str, *, make: bool = True) -> BaseStorage:
-    """Return the storage of a URL, which has answered; `make` makes its file where there is none.
-    Raises Unsupported or StorageAway."""
-    # Optuna tells everybody what a study does; here many are made, by whoever comes first.
+    """Open the storage of a URL, and wait for its first answer.
+
+    With `make`, a missing file is created; otherwise it raises Unsupported. Raises StorageAway if
+    there is no answer, and Unsupported for any other failure.
+    """
+    # Optuna logs each study that it creates, and workers create many.
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     where = shown(url)
     scheme, _, rest = url.partition(":")
-    # Absolute: Optuna's lock is a link to it, and a relative one would lead nowhere.
+    # Absolute: Optuna's lock is a symbolic link to the file, and a relative link would dangle.
     path = Path(rest.removeprefix("//")).expanduser().absolute()
     journal = path if scheme == "journal" and rest else None
     file = Path(rest[3:].partition("?")[0]) if scheme == "sqlite" and rest[3:] else journal
@@ -165,7 +168,7 @@ def open_storage(url: str, *, make: bool = True) -> BaseStorage:
 
 
 def _is_there(file: Path) -> bool:
-    """True for a file, and where the system will not tell: opening it says why."""
+    """Return True if a file exists, or the system raises an error: opening then reports it."""
     try:
         return file.exists()
     except OSError:
@@ -173,8 +176,8 @@ def _is_there(file: Path) -> bool:
 
 
 def _opener(scheme: str, rest: str, url: str, journal: Path | None) -> Callable[[], BaseStorage]:
-    """Return a function that makes the storage, and fails if nobody answers there. Raises
-    Unsupported."""
+    """Return a function that opens the storage, and fails if there is no answer. Raises Unsupported
+    for unknown forms of URLs."""
     if journal is not None:
         return partial(_journal, journal)
     if scheme == "grpc":
@@ -194,7 +197,7 @@ def _journal(file: Path) -> BaseStorage:
     if file.exists():
         if not file.is_file():
             raise Unsupported(f"expected a file for a journal at {str(file)!r}, found none")
-        # Optuna takes a first line that it cannot read for one that was torn.
+        # Optuna takes any unreadable first line for a line that was cut, whatever the file is.
         with file.open("rb") as lines:
             first = lines.readline(MAX_LINE)
         if first and not (is_operation(first) if first.endswith(b"\n") else first[:1] == b"{"):
@@ -210,21 +213,22 @@ def _proxy(host: str, port: int) -> BaseStorage:
     from optuna.storages import GrpcStorageProxy
 
     storage = GrpcStorageProxy(host=host, port=port)
-    storage.wait_server_ready(timeout=OPENING_SECONDS / 3)  # its ConnectionError is an OSError
+    # Its ConnectionError is an OSError, so opening is retried.
+    storage.wait_server_ready(timeout=OPENING_SECONDS / 3)
     return storage
 
 
 def _database(url: str) -> BaseStorage:
     from optuna.storages import RDBStorage, get_storage
 
-    # Who is first makes the tables, which PostgreSQL lets two do at the same time, and fails one.
+    # The first worker creates the tables; PostgreSQL would let two workers begin, and fail one.
     with _making_tables(url) if url.startswith("postgresql") else contextlib.nullcontext():
         return get_storage(RDBStorage(url, engine_kwargs={"pool_pre_ping": True}))
 
 
 @contextlib.contextmanager
 def _making_tables(url: str) -> Generator[None, None, None]:
-    """Keep other workers from making tables in a database of PostgreSQL's meanwhile."""
+    """Keep other workers from creating tables in a PostgreSQL database during the block."""
     import sqlalchemy
 
     engine = sqlalchemy.create_engine(url)

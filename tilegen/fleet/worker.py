@@ -1,4 +1,4 @@
-"""A worker of a fleet: takes whatever is unfinished, measures it, and publishes winners."""
+"""A worker of a fleet: claims unfinished configs, measures them and publishes winners."""
 
 from __future__ import annotations
 
@@ -35,16 +35,15 @@ if TYPE_CHECKING:
     from optuna.storages import BaseStorage
 
 AT_ONCE = 4
-"""Number of configs claimed at once where a compiler works ahead of the GPU."""
+"""Number of configs that a worker claims at once if it compiles ahead of the GPU."""
 GIVE_BACK_SECONDS = 2.0
-"""Time for giving claims back when a worker ends before its work does [seconds]; those that are
-left go stale."""
+"""Time limit for putting claims back when a worker ends early [seconds]; the rest go stale."""
 SHORTEST_POLL, LONGEST_POLL = 0.1, 5.0
-"""Pauses between two looks at studies in which others measure the last configs [seconds]."""
+"""Pauses between polls of studies whose last configs other workers measure [seconds]."""
 
 
 class Worker:
-    """One process of a fleet, with one GPU or with recordings."""
+    """A process of a fleet, with one GPU or with recordings."""
 
     def __init__(
         self,
@@ -56,8 +55,11 @@ class Worker:
         stale_seconds: float = STALE_SECONDS,
         again: bool = False,
     ) -> None:
-        """`trials` a job, in the model's order; winners go to the own directory and to `store`,
-        with `again` also those that another worker has published there."""
+        """Measure up to `trials` configs of each job, in the model's order; None means all.
+
+        Winners go to the local cache and to `store`. With `again`, winners that another worker has
+        published there are published once more.
+        """
         self._storage, self._machine = storage, machine
         self._most = trials
         self._own = Location(str(settings().cache_dir), "own")
@@ -68,16 +70,19 @@ class Worker:
         self._held: list[Claim] = []
         self._lock = threading.Lock()
         self.measured = 0
-        """Number of configs that this worker has finished."""
+        """Number of configs that this worker has measured, without results that came too late."""
         self.unsaved: dict[Job, str] = {}
-        """Jobs of the last run whose winner is measured and not saved, each with the reason."""
+        """Jobs of the last run whose winner was measured but not saved, with the reasons."""
 
     def run(self, jobs: Sequence[Job]) -> dict[Job, TuningRecord | None]:
-        """Work until all jobs are done, by whomever; return the records this worker has published,
-        None for a job in which no config runs. Raises DeviceLost, StorageAway, and what the machine
-        raises; what is claimed then is put back."""
+        """Work until this or other workers have done all jobs.
+
+        Return the records that this worker published, None for jobs in which no config runs. A
+        TilegenError ends only its job and is logged. Raises DeviceLost, StorageAway, StorageBroken
+        and any other error; claims are put back first.
+        """
         left = deque(jobs)
-        left.rotate(random.randrange(len(left)) if left else 0)  # few workers in one study
+        left.rotate(random.randrange(len(left)) if left else 0)  # spread workers over studies
         published: dict[Job, TuningRecord | None] = {}
         idle, pause = 0, SHORTEST_POLL
         self.unsaved.clear()
@@ -94,22 +99,22 @@ class Worker:
                             published[job] = record
                 except (DeviceLost, StorageAway, StorageBroken):
                     raise
-                except TilegenError as error:  # other jobs may be in order
-                    became = "measured, not saved" if is_measured else "passed over"
-                    log.warning("%s %s: %s", job, became, one_line(error))
+                except TilegenError as error:  # other jobs may succeed
+                    outcome = "measured, not saved" if is_measured else "passed over"
+                    log.warning("%s %s: %s", job, outcome, one_line(error))
                     if is_measured:
                         self.unsaved[job] = one_line(error)
                 if self.measured > before:
                     idle, pause = 0, SHORTEST_POLL
                     continue
                 idle += 1
-                if left and idle >= len(left):  # others are at all that is left
+                if left and idle >= len(left):  # other workers hold all remaining configs
                     time.sleep(pause * random.uniform(0.5, 1))
                     idle, pause = 0, min(2 * pause, LONGEST_POLL, self._stale / 4)
         return published
 
     def require_saved(self) -> None:
-        """Raise Unsupported if a winner of the last run could not be saved."""
+        """Check that all winners of the last run were saved. Raises Unsupported."""
         if self.unsaved:
             job, why = next(iter(self.unsaved.items()))
             winners = "1 winner" if len(self.unsaved) == 1 else f"{len(self.unsaved)} winners"
@@ -119,7 +124,7 @@ class Worker:
             )
 
     def _work_on(self, job: Job) -> bool:
-        """Measure what waits in one study; return whether the study is done."""
+        """Measure the waiting configs of a study; return True if all its configs are measured."""
         queue, (configs, _) = self._queue(job), self._plan(job)
         if not queue.ready(configs, lambda: self._known(job)):
             return False
@@ -130,7 +135,7 @@ class Worker:
         return queue.results(configs) is not None
 
     def _measure_all(self, job: Job, queue: Queue, first: Claim) -> None:
-        """Measure one claim after the other until none is waiting."""
+        """Measure one config after the other until no config is waiting."""
         waiting: deque[Claim] = deque()
         try:
             self._hold(first)
@@ -150,12 +155,12 @@ class Worker:
             self._give_back(queue)
 
     def _give_back(self, queue: Queue) -> None:
-        """Put back what is claimed and not measured, in the time there is."""
+        """Put back unmeasured claims, for at most GIVE_BACK_SECONDS."""
         with self._lock:
             claims, self._held[:] = list(self._held), []
         if not claims:
             return
-        given: list[Claim] = []
+        released: list[Claim] = []
         is_late = threading.Event()
 
         def give() -> None:
@@ -163,17 +168,17 @@ class Worker:
                 if not is_late.is_set():
                     with contextlib.suppress(TilegenError):  # the storage is away, or broken
                         queue.release(claim)
-                        given.append(claim)
+                        released.append(claim)
 
         many = "1 claim" if len(claims) == 1 else f"{len(claims)} claims"
         log.info("giving back %s, for at most %g s", many, GIVE_BACK_SECONDS)
-        # A call may hang where nobody can interrupt it: in a network, in a file system.
+        # A thread, since a call may hang in a network or file system and cannot be interrupted.
         thread = threading.Thread(target=give, name="tilegen-give-back", daemon=True)
         with in_a_hurry(self._storage, GIVE_BACK_SECONDS):
             thread.start()
             thread.join(GIVE_BACK_SECONDS)
             is_late.set()
-        if left := len(claims) - len(given):
+        if left := len(claims) - len(released):
             log.warning(
                 "%d of %s not given back: other workers take them after %g s of silence",
                 *(left, many, self._stale),
@@ -182,7 +187,7 @@ class Worker:
     def _measure(
         self, job: Job, queue: Queue, claim: Claim, bench: Bench, ahead: Ahead | None
     ) -> None:
-        """Compile and measure one config. Raises DeviceLost, after writing that down."""
+        """Compile and measure a config, and store the result. Raises DeviceLost after that."""
         started = time.monotonic()
         built = ahead.result(claim.config) if ahead else None
         lost: DeviceLost | None = None
@@ -212,8 +217,8 @@ class Worker:
             raise lost
 
     def _publish(self, job: Job) -> tuple[TuningRecord | None, bool]:
-        """Put the trials of a study into the stores, and the winner `tune` finds among them; return
-        it, and whether nobody else has published it meanwhile."""
+        """Save the trials of a study, and the winner that `tune` finds among them. Return the
+        winner, and True unless another worker has published the study meanwhile."""
         queue, (configs, candidates) = self._queue(job), self._plan(job)
         results = queue.results(configs)
         assert results is not None
@@ -238,7 +243,7 @@ class Worker:
             log.warning("%s", error)
         if record is not None and self._store != self._own:
             moved = put(record, self._store)
-            if moved.action == "refused":  # no mark: another worker may publish it
+            if moved.action == "refused":  # no mark is set, so another worker may publish
                 raise Unsupported(str(moved))
             log.info("%s", moved)
         is_news = not queue.marked(self._mark)
@@ -247,8 +252,7 @@ class Worker:
 
     @property
     def _mark(self) -> str:
-        """The mark of studies whose winner is in the store; for an own directory it has the name of
-        the machine."""
+        """Mark of studies whose winner is in the store; for a local cache it names the machine."""
         where = f"{socket.gethostname()}:" if self._store == self._own else ""
         return f"{PUBLISHED}{where}{self._store.address()}"
 
@@ -260,23 +264,25 @@ class Worker:
         return self._queues[job]
 
     def _plan(self, job: Job) -> tuple[list[TileConfig], list[Candidate]]:
-        """Return the configs to measure, in the model's order, and its proposals among them."""
+        """Return the configs to measure, in the model's order, and the model's candidates among
+        them."""
         if job not in self._plans:
             space = self._machine.space(job)
             order, candidates = ranked_space(job.task, space)
             chosen = set(order[: self._most])
-            proposed = [one for one in candidates if one.config in chosen]
+            proposed = [candidate for candidate in candidates if candidate.config in chosen]
             self._plans[job] = (order[: self._most], proposed)
         return self._plans[job]
 
     def _known(self, job: Job) -> list[dict[str, Any]]:
-        """Return the results of tuning without this storage, here or at shared locations."""
+        """Return final results of tuning without this storage, on this machine or at shared
+        locations."""
         configs, _ = self._plan(job)
-        found = trials_of(job.gpu.name, job.kernel, job.problem, job.conditions).read()
+        trials = trials_of(job.gpu.name, job.kernel, job.problem, job.conditions).read()
         return [
-            trial_line(found[config], job.conditions)
+            trial_line(trials[config], job.conditions)
             for config in configs
-            if config in found and found[config].is_final
+            if config in trials and trials[config].is_final
         ]
 
     def _hold(self, claim: Claim | None) -> Claim | None:
@@ -291,7 +297,7 @@ class Worker:
 
     @contextlib.contextmanager
     def _beating(self) -> Generator[None, None, None]:
-        """Say of all claims that this worker is still at them, while the block runs."""
+        """Renew all claims of this worker in a thread during the block."""
         stop = threading.Event()
 
         def beat() -> None:
@@ -301,7 +307,7 @@ class Worker:
                 with self._lock:
                     held = list(self._held)
                 for claim in held:
-                    with contextlib.suppress(StorageAway):  # the other thread will say so
+                    with contextlib.suppress(StorageAway):  # the main thread will raise it
                         claim.beat(count)
 
         thread = threading.Thread(target=beat, name="tilegen-beat", daemon=True)
