@@ -1,9 +1,9 @@
-"""Kernels compiled ahead of time: folders of binaries with a manifest. README.md describes them."""
+"""Kernels compiled ahead of time: folders of binaries with a manifest, described in README.md."""
 
 from __future__ import annotations
 
 from typing import Any
 
 loaded: list[Any] = []
-"""Bundles (`served.Bundle`) that `attention` asks for its kernels, in this order, before it chooses
-and compiles its own."""
+"""Loaded bundles (`served.Bundle`), in the order in which `attention` searches them for kernels. It
+compiles its own kernels only if no bundle has them."""

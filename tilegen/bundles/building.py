@@ -1,5 +1,5 @@
-"""Ahead of time: emitted kernels and binaries for a list of problems, with one manifest. No GPU
-needed."""
+"""Builds of bundles: emitted kernels and binaries for a list of problems, with one manifest. They
+need no GPU."""
 
 from __future__ import annotations
 
@@ -47,23 +47,23 @@ if TYPE_CHECKING:
     from tilegen.gpus.spec import GpuSpec
 
 MAX_COMPILED = 1024
-"""Number of kernels that are remembered for other problems that may ask for them."""
+"""Number of compiled kernels that are cached for other problems with the same kernels."""
 BOTH: tuple[Direction, ...] = ("forward", "backward")
 
 
 @dataclass(frozen=True)
 class Made:
-    """One kernel of one problem that has been built."""
+    """A kernel that was built for a problem."""
 
     problem: AttentionProblem
     binary: Binary
     problems_done: int
-    """Number of problems that are built; one counts once for each architecture."""
+    """Number of problems whose kernels are all built; a problem counts once for each GPU."""
 
 
 @dataclass(frozen=True)
 class _Job:
-    """A kernel of a problem on a GPU, and its choice and binary once it is built."""
+    """A kernel of a problem on a GPU, with the future of its choice and its binary."""
 
     direction: Direction
     kernel: Kernel
@@ -87,11 +87,12 @@ def generate(
     directions: Sequence[Direction] = BOTH,
     on_kernel: Callable[[Made], None] = lambda made: None,
 ) -> Path:
-    """Write kernels, binaries and manifest under `out` and return the manifest's path.
+    """Write kernels, binaries and manifest into the folder `out`; return the manifest's path.
 
-    The config of each kernel is that of its record, else the model's best that compiles without
-    spilling. All cores compile. The same inputs and versions give the same bytes, and a run that
-    was stopped goes on where it was. Raises BuildFailed once all else is built.
+    The config of each kernel comes from its record. Without a record it is the model's best that
+    compiles to an acceptable kernel, or else the config that spills least. All cores compile. The
+    same inputs and versions give the same bytes, and a stopped run is continued. `on_kernel` is
+    called with each kernel once it is built. Raises BuildFailed after all other kernels are built.
     """
     folder = Folder(out, _versions())
     done: list[_Jobs] = []
@@ -99,24 +100,24 @@ def generate(
     with (
         Pool() as pool,
         closing(Background(pool.size)) as compiling,
-        closing(Background(1)) as choosing,  # one: it is SymPy's
+        closing(Background(1)) as choosing,  # one thread: only one at a time may use SymPy
     ):
         builder = _Builder(folder, pool, compiling)
-        wanted = dict.fromkeys(problem.normal() for problem in problems)
-        asked = [(problem, gpu) for gpu in gpus for problem in wanted]
-        begun = [choosing.submit(builder.begin, *one, directions) for one in asked]
+        unique = dict.fromkeys(problem.normal() for problem in problems)
+        pairs = [(problem, gpu) for gpu in gpus for problem in unique]
+        begun = [choosing.submit(builder.begin, *pair, directions) for pair in pairs]
         for number, future in enumerate(begun, 1):
-            done.append(one := future.result())
-            for job in one.jobs:
+            done.append(work := future.result())
+            for job in work.jobs:
                 try:
                     _, binary = job.built.result()
                 except BuildFailed as error:
-                    failures.append(f"{job.kernel} of '{one.problem}': {error}")
+                    failures.append(f"{job.kernel} of '{work.problem}': {error}")
                     continue
-                on_kernel(Made(one.problem, binary, number - (job is not one.jobs[-1])))
+                on_kernel(Made(work.problem, binary, number - (job is not work.jobs[-1])))
     if failures:
         raise BuildFailed(
-            f"{len(failures)} of {sum(len(one.jobs) for one in done)} kernels could not be "
+            f"{len(failures)} of {sum(len(work.jobs) for work in done)} kernels could not be "
             f"built: {failures[0]}; what was built is kept in {out}, without a manifest"
         )
     return folder.finish(_manifest(done, folder.versions))
@@ -135,15 +136,15 @@ class _Builder:
     def begin(
         self, problem: AttentionProblem, gpu: GpuSpec, directions: Sequence[Direction]
     ) -> _Jobs:
-        """Start to build the kernels of a problem."""
+        """Start building the kernels of a problem."""
         records = Records(problem, gpu)
         only = directions[0] if len(directions) == 1 else None
         jobs: list[_Job] = []
         for family in families_used(records, only):
             for kernel in family.names:
                 task = records.task(kernel)
-                # The kernel before has the earlier place in the queue of threads, so that waiting
-                # for it ends even where there is one thread.
+                # The kernel before was submitted earlier, so waiting for it is no deadlock even
+                # with a single thread.
                 before = jobs[-1] if task.before else None
                 built = self._threads.submit(self._choose, records, task, before)
                 jobs.append(_Job(family.direction, kernel, built))
@@ -152,7 +153,7 @@ class _Builder:
     def _choose(
         self, records: Records, task: KernelTask, before: _Job | None
     ) -> tuple[Choice, Binary]:
-        """Choose and build a kernel, for the splits of the kernel before where it joins any."""
+        """Choose and build a kernel. A kernel that joins splits depends on the choice before it."""
         if before is not None:
             task = joined_to(task, {before.kernel: before.built.result()[0]})
         # A program that launches raw binaries would have to build descriptors itself.
@@ -163,9 +164,9 @@ class _Builder:
         )
         key = digest, ranked.configs, task.device
         with self._lock:
-            mine = key not in self._started
+            is_first = key not in self._started
             future = self._started.setdefault(key, Future())
-        if mine:
+        if is_first:
             try:
                 future.set_result(self._build(ranked))
             except BaseException as error:
@@ -174,7 +175,7 @@ class _Builder:
         return replace(choice, ranked=ranked), binary
 
     def _build(self, ranked: Ranked) -> tuple[Choice, Binary]:
-        """Build the best config that is acceptable, else the config that spills least."""
+        """Build the best acceptable config, or else the config that spills least."""
         kept: dict[TileConfig, Binary] = {}
         compiled: dict[TileConfig, CompiledKernel] = {}
         device = ranked.task.device
@@ -200,21 +201,21 @@ class _Builder:
         return choice, self._folder.add(binary_of(built), built.binary, source)
 
     def _compile(self, rendered: RenderedKernel, arch: str) -> CompiledKernel | BuildFailed:
-        """Compile a kernel for an architecture; problems with the same kernel share the binary."""
+        """Compile a kernel for an architecture. Problems with the same kernel share the result."""
         return self._compiled.get(
             (rendered.digest, arch), lambda: self._pool.compile(rendered, arch, line_info=False)
         )
 
 
 def binary_of(compiled: CompiledKernel) -> Binary:
-    """Return the manifest's entry of a kernel."""
+    """Return the manifest's entry of a compiled kernel."""
     rendered = compiled.rendered
     problem = rendered.problem
     stem = f"{rendered.function}_{problem.dtype}_g{problem.group_size}"
     sha256 = hashlib.sha256(compiled.binary).hexdigest()
     scratch = ((f"scratch_{i}", "*u8") for i in range(compiled.scratch_pointers))
     return Binary(
-        # Two kernels may have the same code; each has a binary of its own, with its own digest.
+        # Two kernels may have the same code: their files still differ, by the kernels' digests.
         file=f"{compiled.arch}/{stem}_{rendered.digest[:8]}_{sha256[:8]}.{compiled.extension}",
         sha256=sha256,
         source=f"kernels/{stem}_{rendered.digest[:8]}.py",
@@ -236,12 +237,12 @@ def binary_of(compiled: CompiledKernel) -> Binary:
 def _manifest(done: Sequence[_Jobs], versions: dict[str, str]) -> Manifest:
     served: list[Served] = []
     binaries: dict[str, Binary] = {}
-    for one in done:
+    for work in done:
         passes: dict[Direction, Pass] = {}
-        built = {job.kernel: job.built.result() for job in one.jobs}
+        built = {job.kernel: job.built.result() for job in work.jobs}
         binaries |= {binary.file: binary for _, binary in built.values()}
         for direction in FAMILIES:
-            kernels = [job.kernel for job in one.jobs if job.direction == direction]
+            kernels = [job.kernel for job in work.jobs if job.direction == direction]
             if kernels:
                 passes[direction] = Pass(
                     binaries={kernel: built[kernel][1].file for kernel in kernels},
@@ -249,11 +250,11 @@ def _manifest(done: Sequence[_Jobs], versions: dict[str, str]) -> Manifest:
                 )
         served.append(
             Served(
-                problem=one.problem.key,
-                serves=representative(one.problem).key,
-                gpu=one.gpu.name,
-                arch=one.gpu.arch,
-                aligned=rows_are_aligned(one.problem),
+                problem=work.problem.key,
+                serves=representative(work.problem).key,
+                gpu=work.gpu.name,
+                arch=work.gpu.arch,
+                aligned=rows_are_aligned(work.problem),
                 passes=passes,
             )
         )
@@ -270,11 +271,11 @@ def _versions() -> dict[str, str]:
     from tilegen.version import __version__
 
     def release(tool: str) -> str:
-        said = subprocess.run(
+        output = subprocess.run(
             [nvidia_tool(tool), "--version"], capture_output=True, text=True, check=True
         ).stdout
-        found = re.search(r"\bV(\d+\.\d+\.\d+)", said)
-        return found[1] if found else ""
+        match = re.search(r"\bV(\d+\.\d+\.\d+)", output)
+        return match[1] if match else ""
 
     return {
         "tilegen": __version__,

@@ -1,4 +1,4 @@
-"""Binaries in the CUDA driver, by NVIDIA's own Python bindings."""
+"""Binaries in the CUDA driver, through NVIDIA's Python bindings."""
 
 # cuda-bindings is compiled and has no types:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
@@ -12,7 +12,7 @@ from typing import Any
 from tilegen.errors import BuildFailed, Unsupported
 
 MAX_STATIC_SHARED = 48 * 1024
-"""Shared memory that a program may use without asking [bytes]."""
+"""Shared memory that a program may use without an attribute of its kernel [bytes]."""
 
 _thread = threading.local()
 
@@ -21,20 +21,23 @@ class Function:
     """A kernel of a binary, loaded once for all devices of the process."""
 
     def __init__(self, code: bytes, name: str, shared_bytes: int) -> None:
-        """Raises Unsupported without driver or bindings, BuildFailed for code it refuses."""
+        """Load the code. Raises Unsupported without a driver or its bindings, and BuildFailed if
+        the driver rejects the code."""
         self._driver = driver()
         self._shared_bytes = shared_bytes
         self._library: Any = self._call("cuLibraryLoadData", code, [], [], 0, [], [], 0)
         kernel: Any = self._call("cuLibraryGetKernel", self._library, name.encode())
         self._kernel = kernel
-        # The driver takes a kernel wherever it takes a function of the current context.
+        # cuLaunchKernel takes a kernel's handle in place of a function of the current context.
         self._function = self._driver.CUfunction(int(kernel))
         self._prepared: set[int] = set()
         self._lock = threading.Lock()
 
     def launch(self, grid: int, threads: int, parameters: int, *, device: int, stream: int) -> None:
-        """Run `grid` programs of `threads` on a stream of the current device; `parameters` is the
-        address of an array of their addresses."""
+        """Launch `grid` programs of `threads` threads on a stream of the current device.
+
+        `parameters` is the address of an array, which holds the address of each argument.
+        """
         if device not in self._prepared:
             self._prepare(device)
         if not hasattr(_thread, "has_context"):
@@ -47,14 +50,14 @@ class Function:
             raise BuildFailed(f"cuLaunchKernel failed: {_named(self._driver, error)}")
 
     def _enter(self, device: int) -> None:
-        """Give a new thread a context, as PyTorch does unless it had nothing to ask the driver."""
+        """Give a new thread the primary context: PyTorch sets it only when it calls the driver."""
         if not int(self._call("cuCtxGetCurrent")):
             context = self._call("cuDevicePrimaryCtxRetain", self._call("cuDeviceGet", device))
             self._call("cuCtxSetCurrent", context)
         _thread.has_context = True
 
     def _prepare(self, device: int) -> None:
-        """Allow the kernel its shared memory on a device."""
+        """Raise the kernel's limit of shared memory on a device."""
         with self._lock:
             if self._shared_bytes > MAX_STATIC_SHARED:
                 attribute = self._driver.CUfunction_attribute
@@ -72,7 +75,8 @@ class Function:
 
 @cache
 def driver() -> Any:
-    """Return `cuda.bindings.driver`, ready for use. Raises Unsupported where there is none."""
+    """Import and initialise `cuda.bindings.driver`. Raises Unsupported without bindings, driver or
+    GPU."""
     try:
         from cuda.bindings import driver as bindings
     except ImportError:
@@ -82,7 +86,7 @@ def driver() -> Any:
         ) from None
     try:
         (error,) = bindings.cuInit(0)
-    except RuntimeError as problem:  # there is no driver, or not this function in it
+    except RuntimeError as problem:  # no driver, or a driver without this function
         raise Unsupported(f"expected NVIDIA's driver: {' '.join(str(problem).split())}") from None
     if error:
         raise Unsupported(f"expected a GPU for NVIDIA's driver: {_named(bindings, error)}")

@@ -1,4 +1,4 @@
-"""The folder that `generate` writes: nothing half-written, and a stopped run goes on."""
+"""The folder that `generate` writes: each file atomically, so that a stopped run can continue."""
 
 from __future__ import annotations
 
@@ -20,38 +20,42 @@ if TYPE_CHECKING:
     from tilegen.emit.identity import RenderedKernel
 
 NOTES = ".unfinished.jsonl"
-"""Binaries that no manifest names yet: the versions, then one binary a line."""
+"""Name of the file that lists binaries without a manifest: a line of versions, then a line for
+each binary."""
 
 MAX_FILE = 2**26
-"""Limit of a binary or source that is read [bytes]."""
+"""Maximum size of a binary or source [bytes]."""
 MAX_MANIFEST = 2**28
-"""Limit of a manifest that is read [bytes]."""
+"""Maximum size of a manifest [bytes]."""
 
 
 class Folder:
     """A bundle that is being written. Methods may be called from several threads.
 
-    Files are named after what they hold, so that the manifest that is there stays true until the
-    next one takes its place.
+    File names contain digests of the content, so that an earlier manifest stays valid until the new
+    manifest replaces it.
     """
 
     def __init__(self, path: Path, versions: dict[str, str]) -> None:
         self.path = path
         self.versions = versions
         self._lock = Lock()
-        left = [found for found in (self._manifest(), self._notes()) if found]
-        self._files = {name for _, some in left for one in some for name in (one.file, one.source)}
-        usable = [one for of, some in left if of == versions for one in some]
-        self._known = {(one.digest, one.arch): one for one in usable if self._is_whole(one)}
+        self._files: set[str] = set()
+        self._known: dict[tuple[str, str], Binary] = {}
+        for made_with, binaries in filter(None, (self._manifest(), self._notes())):
+            for binary in binaries:
+                self._files |= {binary.file, binary.source}
+                if made_with == versions and self._is_whole(binary):
+                    self._known[binary.digest, binary.arch] = binary
         lines = [versions, *map(binary_values, self._known.values())]
         write_whole(path / NOTES, "".join(f"{json.dumps(line)}\n" for line in lines).encode())
 
     def known(self, rendered: RenderedKernel, arch: str) -> Binary | None:
-        """Return the binary of a kernel that an earlier run left whole."""
+        """Return the binary of a kernel if an earlier run completed it; otherwise None."""
         return self._known.get((rendered.digest, arch))
 
     def compiled(self, binary: Binary, rendered: RenderedKernel) -> CompiledKernel:
-        """Return a known binary as the compiler gave it."""
+        """Read a known binary, as if the compiler had returned it now."""
         return CompiledKernel(
             rendered=rendered,
             arch=binary.arch,
@@ -62,7 +66,7 @@ class Folder:
         )
 
     def add(self, binary: Binary, code: bytes, source: bytes) -> Binary:
-        """Write the files of a binary, note it down, and return it."""
+        """Write the files of a binary, add it to the notes, and return it."""
         write_whole(self.path / binary.source, source)
         write_whole(self.path / binary.file, code)
         with self._lock:
@@ -75,17 +79,17 @@ class Folder:
         return binary
 
     def finish(self, manifest: Manifest) -> Path:
-        """Write the manifest, remove the files it does not name, and return its path."""
+        """Write the manifest, remove files that it does not name, and return its path."""
         path = self.path / MANIFEST
         write_whole(path, manifest.to_json().encode())
-        named = {name for one in manifest.binaries for name in (one.file, one.source)}
+        named = {name for binary in manifest.binaries for name in (binary.file, binary.source)}
         for name in self._files - named:
             (self.path / name).unlink(missing_ok=True)
         (self.path / NOTES).unlink(missing_ok=True)  # another run may have finished before
         return path
 
     def _manifest(self) -> tuple[dict[str, str], list[Binary]] | None:
-        """Return the versions and binaries of the manifest that is there."""
+        """Read the versions and binaries of the earlier manifest; None without a valid manifest."""
         try:
             manifest = Manifest.from_json(text_of(read(self.path / MANIFEST, MAX_MANIFEST) or b""))
         except InvalidRecord:
@@ -93,35 +97,35 @@ class Folder:
         return dict(manifest.versions), list(manifest.binaries)
 
     def _notes(self) -> tuple[dict[str, str], list[Binary]] | None:
-        """Return the versions and binaries that a stopped run noted; its last line may be torn."""
+        """Read the versions and binaries in the notes of a stopped run; None without notes."""
         if (data := read(self.path / NOTES, MAX_MANIFEST)) is None:
             return None
         text = data.decode("utf-8", errors="replace")
-        found: list[Fields] = []
+        entries: list[Fields] = []
         for line in text.splitlines():
-            with suppress(InvalidRecord):
-                found.append(parse_json(line))
+            with suppress(InvalidRecord):  # the last line may have been cut
+                entries.append(parse_json(line))
         binaries: list[Binary] = []
-        for one in found[1:]:
+        for entry in entries[1:]:
             with suppress(InvalidRecord):
-                binaries.append(binary_from(one))
-        return (found[0].values, binaries) if found else None
+                binaries.append(binary_from(entry))
+        return (entries[0].values, binaries) if entries else None
 
-    def _is_whole(self, one: Binary) -> bool:
+    def _is_whole(self, binary: Binary) -> bool:
         return (
-            sha256_of(self.path / one.file) == one.sha256
-            and sha256_of(self.path / one.source) == one.source_sha256
+            sha256_of(self.path / binary.file) == binary.sha256
+            and sha256_of(self.path / binary.source) == binary.source_sha256
         )
 
 
 def sha256_of(path: Path) -> str:
-    """Return the hexadecimal digest of a file, or an empty text where it cannot be read."""
+    """Return the hexadecimal SHA-256 of a file; empty if it cannot be read."""
     data = read(path)
     return "" if data is None else hashlib.sha256(data).hexdigest()
 
 
 def read(path: Path, limit: int = MAX_FILE) -> bytes | None:
-    """Read a regular file of a bundle; None where it cannot be read. Never waits."""
+    """Read a regular file of a bundle; None if it cannot be read. Never blocks."""
     with suppress(InvalidRecord):
         return read_bytes(path, limit)
     return None

@@ -1,4 +1,4 @@
-"""Binaries of a bundle as the launcher takes them: arguments packed into memory for the driver."""
+"""Launches of a bundle's binaries: arguments are packed into memory for the driver."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from tilegen.bundles.driver import Function
 
 _FORMATS = {"i32": "i", "fp32": "f"}
-"""Formats of `struct` by the types of arguments; all other types are pointers."""
+"""Format characters of `struct` for types of arguments; all other types are pointers."""
 
 
 class Packed:
-    """A function of the driver, whose arguments are packed into memory."""
+    """A function of the driver that takes its arguments packed into memory."""
 
     takes_tensors = False
 
     def __init__(
         self, types: Sequence[str], threads: int, where: str, load: Callable[[], Function]
     ) -> None:
-        """`load` is called at the first launch."""
-        self._struct = struct.Struct("".join(_FORMATS.get(one, "P") for one in types))
+        """Prepare memory for arguments of `types`; `load` is called at the first launch."""
+        self._struct = struct.Struct("".join(_FORMATS.get(type_, "P") for type_ in types))
         self._threads = threads
         self._where = where
         self._load = load
@@ -38,7 +38,7 @@ class Packed:
         self._memory = threading.local()
 
     def prepare(self, grid: int, arguments: Sequence[Any]) -> Run:
-        """Return the launch of the binary, which is the same for all arguments."""
+        """Return the function that launches the binary; it is the same for all arguments."""
         return self._run
 
     def _run(self, grid: int, values: list[Any], device: torch.device) -> None:
@@ -58,13 +58,14 @@ class Packed:
         )
 
     def _buffers(self) -> tuple[Any, int]:
-        """Return this thread's memory for arguments, and the address of their addresses."""
+        """Return this thread's memory for arguments, and the address of their addresses' array."""
         if not hasattr(self._memory, "array"):
             memory = ctypes.create_string_buffer(self._struct.size)
             formats, start = self._struct.format, ctypes.addressof(memory)
             places = [
-                start + struct.calcsize(formats[: i + 1]) - struct.calcsize(one)
-                for i, one in enumerate(formats)
+                # The size up to an argument includes the padding before it.
+                start + struct.calcsize(formats[: i + 1]) - struct.calcsize(format_)
+                for i, format_ in enumerate(formats)
             ]
             self._memory.array = (ctypes.c_void_p * len(places))(*places)
             self._memory.buffers = memory, ctypes.addressof(self._memory.array)
@@ -72,9 +73,9 @@ class Packed:
 
 
 def launcher_of(binary: Binary, load: Callable[[], Function]) -> Launcher:
-    """Return a function with the parameters and results of the emitted kernel's `launch`.
+    """Return a launcher with the parameters and results of the emitted kernel's `launch`.
 
-    `load` is called at the first launch. Raises Unsupported for arguments nobody here knows.
+    `load` is called at the first launch. Raises Unsupported for unknown arguments.
     """
     launched = Launched(
         kernel=binary.kernel,

@@ -1,5 +1,5 @@
-"""The manifest of a bundle: what every binary computes and how it is launched. README.md beside
-this file describes it for programs in other languages."""
+"""The manifest of a bundle: what each binary computes and how it is launched. README.md documents
+it for programs in other languages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tilegen.store.record import ARCH, arch_of, config_from, gpu_of, kernel_of
 
 MANIFEST = "manifest.json"
 SCHEMA = 2
-"""Version of the JSON form. It rises when an older tilegen, or another program, would misread a
+"""Version of the JSON form. Raise it when an older tilegen, or another program, would misread a
 newer manifest."""
 
 Origin = Literal["record", "model"]
@@ -31,14 +31,14 @@ GRID_SIZES = (
     *("requests", "longest_q", "longest_kv"),
 )
 TYPES = ["*fp16", "*bf16", "*fp32", "*fp64", "*i8", "*u8", "*i16", "*i32", "*i64", "i32", "fp32"]
-"""Types of arguments as Triton names them; `*` is a pointer."""
+"""Types of arguments, as Triton names them; `*` marks a pointer."""
 MAX_ENTRIES = 100_000
 MAX_BYTES = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
 class Binary:
-    """One compiled kernel."""
+    """A compiled kernel."""
 
     file: str
     """`sm_90/NAME.cubin`, relative to the manifest."""
@@ -56,17 +56,17 @@ class Binary:
     arguments: tuple[tuple[str, str], ...]
     """Name and type of each argument, in order."""
     stride_unit: int
-    """Number of elements that a unit of the arguments `stride_*` stands for."""
+    """Number of elements in a unit of the arguments `stride_*`."""
     grid: tuple[tuple[str, int], ...]
-    """Pairs of a size and a divisor; the product of ceil(size / divisor) programs are launched."""
+    """Pairs (size, divisor). The product of ceil(size / divisor) is the number of programs."""
     threads: int
-    """Number of threads of one program."""
+    """Number of threads in a program."""
     resources: Resources
     """Resources that the compiler reported, without the instructions of a step."""
     digest: str
     """Digest of everything that determines the source."""
     template_digest: str
-    """Digest of the template that the kernel came from."""
+    """Digest of the kernel's template."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,24 +74,24 @@ class Pass:
     """The forward or the backward of a problem."""
 
     binaries: Mapping[Kernel, str]
-    """Files of the binaries, by kernel."""
+    """File of each kernel's binary, in the order of launches."""
     config_from: Mapping[Kernel, Origin]
-    """Origins of the configs, by kernel."""
+    """Origin of each kernel's config: a record or the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """One problem of the catalogue on one architecture."""
+    """A problem of the catalogue on one GPU model."""
 
     problem: str
-    """Notation, with the lengths that the tiles were chosen for."""
+    """Notation, with the sizes that the tiles were chosen for."""
     serves: str
-    """Notation of all problems that the same binaries compute: any batch, heads and lengths."""
+    """Notation of the class of problems that the binaries compute: any batch, heads, lengths."""
     gpu: str
     """Name of the GPU that the tiles were chosen for."""
     arch: str
     aligned: bool
-    """True where addresses and strides must be multiples of 16 bytes."""
+    """True if addresses and strides must be multiples of 16 bytes."""
     passes: Mapping[Direction, Pass]
 
     @cached_property
@@ -103,81 +103,81 @@ class Served:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The problems that a bundle serves, and its binaries."""
+    """The problems that a bundle serves, and the binaries that compute them."""
 
     versions: Mapping[str, str]
     """Versions of the tools that made the binaries, by name."""
     problems: tuple[Served, ...]
-    """Problems and the binaries that compute each, by architecture."""
+    """Problems with the files of their binaries, for each GPU model."""
     binaries: tuple[Binary, ...]
     """All binaries, each once."""
 
     @cached_property
     def by_file(self) -> Mapping[str, Binary]:
-        """The binaries by their files."""
-        return {one.file: one for one in self.binaries}
+        """Binaries by file, relative to the manifest."""
+        return {binary.file: binary for binary in self.binaries}
 
     @property
     def architectures(self) -> tuple[str, ...]:
         """Architectures of the binaries, in the order of the manifest."""
-        return tuple(dict.fromkeys(one.arch for one in self.binaries))
+        return tuple(dict.fromkeys(binary.arch for binary in self.binaries))
 
     def to_json(self) -> str:
-        """Return the text of the file; `Manifest.from_json` reads it back."""
+        """Serialise the manifest to its file's text; `Manifest.from_json` is the inverse."""
         values = {
             "schema": SCHEMA,
             "versions": dict(self.versions),
-            "problems": [_served_values(one) for one in self.problems],
-            "binaries": [binary_values(one) for one in self.binaries],
+            "problems": [_served_values(served) for served in self.problems],
+            "binaries": [binary_values(binary) for binary in self.binaries],
         }
         return json.dumps(values, indent=1, ensure_ascii=True, allow_nan=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """Return the manifest that `text` holds, every field checked. Raises InvalidRecord."""
+        """Parse a manifest and check every field. Raises InvalidRecord."""
         fields = parse_json(text)
         if (schema := fields.integer("schema", 1, 2**31)) != SCHEMA:
             raise InvalidRecord(f"schema must be {SCHEMA}, got {schema}")
         versions = fields.group("versions")
-        made = cls(
+        manifest = cls(
             versions={name: versions.text(name, longest=80) for name in versions.values},
-            problems=tuple(_served(one) for one in fields.groups("problems", MAX_ENTRIES)),
-            binaries=tuple(binary_from(one) for one in fields.groups("binaries", MAX_ENTRIES)),
+            problems=tuple(_served(entry) for entry in fields.groups("problems", MAX_ENTRIES)),
+            binaries=tuple(binary_from(entry) for entry in fields.groups("binaries", MAX_ENTRIES)),
         )
-        for served in made.problems:
-            for one in served.passes.values():
-                for kernel, file in one.binaries.items():
-                    found = made.by_file.get(file)
-                    if found is None or (found.kernel, found.arch) != (kernel, served.arch):
+        for served in manifest.problems:
+            for files in served.passes.values():
+                for kernel, file in files.binaries.items():
+                    binary = manifest.by_file.get(file)
+                    if binary is None or (binary.kernel, binary.arch) != (kernel, served.arch):
                         raise InvalidRecord(
                             f"'{served.problem}' names {file!r} as its {kernel} for {served.arch}, "
                             "and binaries has no such one"
                         )
-        return made
+        return manifest
 
 
-def _served_values(one: Served) -> dict[str, Any]:
-    values = {field.name: getattr(one, field.name) for field in dataclasses.fields(one)}
+def _served_values(served: Served) -> dict[str, Any]:
+    values = {field.name: getattr(served, field.name) for field in dataclasses.fields(served)}
     del values["passes"]
-    for direction, its in one.passes.items():
+    for direction, files in served.passes.items():
         values[direction] = [
-            {"kernel": kernel, "file": file, "config_from": its.config_from[kernel]}
-            for kernel, file in its.binaries.items()
+            {"kernel": kernel, "file": file, "config_from": files.config_from[kernel]}
+            for kernel, file in files.binaries.items()
         ]
     return values
 
 
-def binary_values(one: Binary) -> dict[str, Any]:
-    """Return the JSON object of a binary."""
-    values = {field.name: getattr(one, field.name) for field in dataclasses.fields(one)}
+def binary_values(binary: Binary) -> dict[str, Any]:
+    """Return the JSON values of a binary's entry; `binary_from` is the inverse."""
+    values = {field.name: getattr(binary, field.name) for field in dataclasses.fields(binary)}
     used = values.pop("resources")
     return values | {
         "shared_bytes": used.shared_bytes,
         "registers": used.registers,
         "spill_bytes": used.spill_bytes,
-        "config": {"block_d": 0, **one.config.values},
-        "arguments": [{"name": name, "type": type_} for name, type_ in one.arguments],
-        "grid": [{"size": size, "divisor": divisor} for size, divisor in one.grid],
+        "config": {"block_d": 0, **binary.config.values},
+        "arguments": [{"name": name, "type": type_} for name, type_ in binary.arguments],
+        "grid": [{"size": size, "divisor": divisor} for size, divisor in binary.grid],
     }
 
 
@@ -199,21 +199,21 @@ def _served(fields: Fields) -> Served:
 
 def _pass(fields: Fields, direction: Direction) -> Pass:
     entries = fields.groups(direction, len(KERNELS))
-    kernels: list[Kernel] = [kernel_of(one) for one in entries]
-    families = [one.names for one in FAMILIES[direction].values()]
+    kernels: list[Kernel] = [kernel_of(entry) for entry in entries]
+    families = [family.names for family in FAMILIES[direction].values()]
     if tuple(kernels) not in families:
         known = "; ".join(", ".join(names) for names in families)
         raise InvalidRecord(f"{direction} must be one of {known}; got {', '.join(kernels)}")
     binaries: dict[Kernel, str] = {}
     config_from: dict[Kernel, Origin] = {}
-    for kernel, one in zip(kernels, entries, strict=True):
-        binaries[kernel] = _file(one, "file")
-        config_from[kernel] = cast("Origin", one.choice("config_from", get_args(Origin)))
+    for kernel, entry in zip(kernels, entries, strict=True):
+        binaries[kernel] = _file(entry, "file")
+        config_from[kernel] = cast("Origin", entry.choice("config_from", get_args(Origin)))
     return Pass(binaries=binaries, config_from=config_from)
 
 
 def binary_from(fields: Fields) -> Binary:
-    """Return the binary that the JSON object holds. Raises InvalidRecord."""
+    """Parse the entry of a binary. Raises InvalidRecord."""
     kernel = kernel_of(fields)
     return Binary(
         file=_file(fields, "file"),
@@ -225,13 +225,13 @@ def binary_from(fields: Fields) -> Binary:
         function=fields.text("function", r"[A-Za-z_][A-Za-z0-9_]*", "the name of a function"),
         config=config_from(fields.group("config"), kernel),
         arguments=tuple(
-            (one.text("name", r"[a-z][a-z0-9_]*", "a name"), one.choice("type", tuple(TYPES)))
-            for one in fields.groups("arguments", 200)
+            (entry.text("name", r"[a-z][a-z0-9_]*", "a name"), entry.choice("type", tuple(TYPES)))
+            for entry in fields.groups("arguments", 200)
         ),
         stride_unit=fields.integer("stride_unit", 1, 16),
         grid=tuple(
-            (one.choice("size", GRID_SIZES), one.integer("divisor", 1, 2**20))
-            for one in fields.groups("grid", 4)
+            (entry.choice("size", GRID_SIZES), entry.integer("divisor", 1, 2**20))
+            for entry in fields.groups("grid", 4)
         ),
         threads=fields.integer("threads", 32, 1024),
         resources=Resources(
@@ -245,7 +245,7 @@ def binary_from(fields: Fields) -> Binary:
 
 
 def _file(fields: Fields, name: str) -> str:
-    """Return a path inside of the bundle: nothing else may be opened."""
+    """Parse the path of a binary; the pattern admits only paths inside the bundle."""
     pattern = rf"(?:{ARCH})/[A-Za-z0-9_]+\.(?:cubin|hsaco)"
     return fields.text(name, pattern, "such as sm_90/NAME.cubin", longest=300)
 
@@ -255,7 +255,7 @@ def _sha256(fields: Fields, name: str) -> str:
 
 
 def _sizes(problem: str) -> tuple[int, ...]:
-    """Return batch, query heads, key-value heads, and both lengths of a notation. Raises
+    """Parse batch, query heads, key-value heads and both lengths from a notation. Raises
     InvalidRecord."""
     match = re.match(r"b(\d{1,9}) hq(\d{1,9}) hkv(\d{1,9}) q(\d{1,9}) kv(\d{1,9}) d", problem)
     if not match or not all(map(int, match.groups())):

@@ -1,4 +1,4 @@
-"""Bundles at run time: `attention` takes its kernels from them, and compiles nothing."""
+"""Bundles at run time: `attention` takes its kernels from them instead of compiling."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 
 
 class Bundle:
-    """A folder of binaries that `attention` takes its kernels from."""
+    """A folder of binaries from which `attention` takes kernels; `load_bundle` returns it."""
 
     path: Path
     """The folder."""
     manifest: Manifest
-    """The list of the problems and binaries in the folder."""
+    """The problems and binaries in the folder."""
 
     def __init__(self, path: Path) -> None:
-        """Reads the manifest, no binary. Raises Unsupported."""
+        """Read the manifest of a folder, but no binaries. Raises Unsupported."""
         self.path = path
         self.manifest = _read(path)
         self._classes: dict[str, list[Served]] = defaultdict(list)
@@ -54,61 +54,63 @@ class Bundle:
         return f"Bundle({str(self.path)!r}: {many} for {', '.join(self.manifest.architectures)})"
 
     def unload(self) -> None:
-        """Have `attention` choose and compile its own kernels again."""
+        """Stop `attention` from using this bundle; other loaded bundles stay in use."""
         if self in bundles.loaded:
             bundles.loaded.remove(self)
         _plan_anew()
 
     def damaged(self) -> list[str]:
-        """Return the files that are not what the manifest says."""
-        files = {one.file: one.sha256 for one in self.manifest.binaries}
-        files |= {one.source: one.source_sha256 for one in self.manifest.binaries}
+        """Return the files that are missing, or do not have the digest in the manifest."""
+        binaries = self.manifest.binaries
+        files = {binary.file: binary.sha256 for binary in binaries}
+        files |= {binary.source: binary.source_sha256 for binary in binaries}
         return [name for name, digest in files.items() if sha256_of(self.path / name) != digest]
 
     def why_not_ours(self) -> str:
-        """Return in a line why this tilegen cannot launch what is here; an empty text if it can."""
+        """Explain in one line why this tilegen cannot launch the binaries; empty if it can."""
         return why_not_ours(self.path, self.manifest)
 
     def find(
         self, problem: AttentionProblem, gpu: GpuSpec, direction: Direction, *, aligned: bool
     ) -> list[Binary] | None:
-        """Return the binaries of a pass, in the order of their launches; None where there are none.
+        """Find the binaries of a pass, in the order of launches; None if the bundle has none.
 
-        All of one class compute the problem; taken are those chosen for the nearest sizes, made for
-        this very architecture if there are any.
+        Of the entries that serve the problem and fit the GPU, entries for its own architecture come
+        first, and then the entry whose tiles were chosen for the nearest sizes. `aligned` is True
+        if addresses and strides are multiples of 16 bytes.
         """
         best: tuple[tuple[bool, float], list[Binary]] | None = None
         for served in self._classes.get(_class(representative(problem).key, direction), ()):
             if not runs_on(served.arch, gpu.arch) or (served.aligned and not aligned):
                 continue
-            its = [self.manifest.by_file[x] for x in served.passes[direction].binaries.values()]
+            files = served.passes[direction].binaries.values()
+            binaries = [self.manifest.by_file[file] for file in files]
+            fits = all(binary.resources.shared_bytes <= gpu.smem_per_block for binary in binaries)
             rank = (served.arch != gpu.arch, _distance(problem, served))
-            if all(one.resources.shared_bytes <= gpu.smem_per_block for one in its) and (
-                best is None or rank < best[0]
-            ):
-                best = rank, its
+            if fits and (best is None or rank < best[0]):
+                best = rank, binaries
         return best and best[1]
 
     def launches(
         self, problem: AttentionProblem, gpu: GpuSpec, direction: Direction, *, aligned: bool
     ) -> dict[Kernel, BoundKernel] | None:
-        """Return the kernels of a pass, ready to be launched; None where there are none."""
+        """Return the kernels of a pass, ready to be launched; None if the bundle has none."""
         from tilegen.bundles.launching import launcher_of
         from tilegen.launch.binding import BoundKernel
 
-        if (found := self.find(problem, gpu, direction, aligned=aligned)) is None:
+        if (binaries := self.find(problem, gpu, direction, aligned=aligned)) is None:
             return None
         log.debug("%s for '%s': from %s", direction, problem, self)
-        launchers = ((one, launcher_of(one, partial(self.function, one))) for one in found)
-        return {
-            one.kernel: BoundKernel(
-                launcher.launch, problem.mask, one.kernel, one.config, launcher.extra_names
+        kernels: dict[Kernel, BoundKernel] = {}
+        for binary in binaries:
+            launcher = launcher_of(binary, partial(self.function, binary))
+            kernels[binary.kernel] = BoundKernel(
+                launcher.launch, problem.mask, binary.kernel, binary.config, launcher.extra_names
             )
-            for one, launcher in launchers
-        }
+        return kernels
 
     def function(self, binary: Binary) -> Function:
-        """Return a binary in the driver, loaded when first asked for. Raises Unsupported."""
+        """Return a binary as a function of the driver, loaded at first use. Raises Unsupported."""
         from tilegen.bundles.driver import Function
 
         with self._lock:
@@ -119,7 +121,7 @@ class Bundle:
             return self._functions[binary.file]
 
     def _code(self, binary: Binary) -> bytes:
-        """Return a binary that is what the manifest says. Raises Unsupported."""
+        """Read a binary and check its digest. Raises Unsupported."""
         code = read(self.path / binary.file)
         if code is None or hashlib.sha256(code).hexdigest() != binary.sha256:
             raise Unsupported(_damage(self.path, [binary.file]))
@@ -127,12 +129,14 @@ class Bundle:
 
 
 def load_bundle(path: str | PathLike[str]) -> Bundle:
-    """Have `attention` take its kernels from the bundle in a folder, and return it.
+    """Load the bundle in the folder `path`, so that `attention` takes its kernels from the bundle.
 
-    Calls that it has no binaries for (another head dim, dtype, group size, mask or score) are
-    computed as without it. Of several bundles the one loaded last is asked first. Raises
-    Unsupported for a folder that is no whole bundle, for one that another tilegen made, and where
-    it has no binaries for the GPUs here; on a machine without a GPU it is only checked.
+    Calls without a binary in the bundle (another head dim, dtype, group size, mask or score) are
+    computed as usual. If several bundles are loaded, the last is searched first. On a machine
+    without a GPU the bundle is only checked.
+
+    Raises Unsupported if the folder holds no bundle or a damaged one, if another tilegen made it,
+    or if it has no binaries for the GPUs of this machine.
     """
     bundle = Bundle(Path(path))
     if damaged := bundle.damaged():
@@ -140,48 +144,49 @@ def load_bundle(path: str | PathLike[str]) -> Bundle:
     if why := bundle.why_not_ours():
         raise Unsupported(f"{bundle.path} cannot be served: {why}; generate the bundle again")
     _check_gpus(bundle)
-    bundles.loaded[:] = [bundle, *(one for one in bundles.loaded if one.path != bundle.path)]
+    others = [other for other in bundles.loaded if other.path != bundle.path]
+    bundles.loaded[:] = [bundle, *others]
     _plan_anew()
     return bundle
 
 
 def runs_on(arch: str, gpu_arch: str) -> bool:
-    """Whether a binary for `arch` runs on a GPU: up to sm_89 also on later ones of its
-    generation."""
-    match, of_gpu = (re.fullmatch(r"sm_(\d+)(\d)", one) for one in (arch, gpu_arch))
-    if match and of_gpu and match[1] == of_gpu[1] and int(match[1]) < 9:
-        return match[2] <= of_gpu[2]
-    return arch == gpu_arch  # from sm_90 on, Triton uses what only that architecture has
+    """Check whether a binary for `arch` runs on a GPU of architecture `gpu_arch`. Up to sm_89,
+    binaries also run on later architectures of the same generation."""
+    of_binary, of_gpu = (re.fullmatch(r"sm_(\d+)(\d)", name) for name in (arch, gpu_arch))
+    if of_binary and of_gpu and of_binary[1] == of_gpu[1] and int(of_binary[1]) < 9:
+        return of_binary[2] <= of_gpu[2]
+    return arch == gpu_arch  # from sm_90 on, Triton uses features of a single architecture
 
 
 def _check_gpus(bundle: Bundle) -> None:
-    """Raise Unsupported where there are GPUs and the bundle runs on none of them."""
+    """Check that the bundle runs on a GPU of this machine, if there is any. Raises Unsupported."""
     import torch
 
     from tilegen.bundles.driver import driver
     from tilegen.gpus.spec import detect
 
-    here = [detect(index) for index in range(torch.cuda.device_count())]
-    found = [spec for spec in here if spec]
-    if not found:
+    detected = [detect(index) for index in range(torch.cuda.device_count())]
+    gpus = [spec for spec in detected if spec]
+    if not gpus:
         log.info("no GPU here: %s was checked, and nothing will run from it", bundle)
         return
-    if found[0].arch.startswith("gfx"):
+    if gpus[0].arch.startswith("gfx"):
         raise Unsupported(
-            f"expected an NVIDIA GPU to serve a bundle on, got {found[0].title}; attention "
+            f"expected an NVIDIA GPU to serve a bundle on, got {gpus[0].title}; attention "
             "compiles here without it, and other programs can load its hsaco files"
         )
     archs = bundle.manifest.architectures
-    if not any(runs_on(arch, spec.arch) for arch in archs for spec in found):
+    if not any(runs_on(arch, spec.arch) for arch in archs for spec in gpus):
         raise Unsupported(
             f"{bundle.path} has binaries for {', '.join(archs)}, and this GPU is an "
-            f"{found[0].arch} ({found[0].title}): generate with --arch {found[0].arch}"
+            f"{gpus[0].arch} ({gpus[0].title}): generate with --arch {gpus[0].arch}"
         )
     driver()
 
 
 def _read(path: Path) -> Manifest:
-    """Return the manifest of a folder. Raises Unsupported."""
+    """Read the manifest of a folder. Raises Unsupported."""
     file = path / MANIFEST
     try:
         if (data := read_bytes(file, MAX_MANIFEST)) is None:
@@ -203,13 +208,13 @@ def _damage(path: Path, names: list[str]) -> str:
 
 
 def _class(key: str, direction: Direction) -> str:
-    """Return the key that all problems share which the same binaries compute. Forward kernels do
-    not depend on which tensors of a score are trained."""
+    """Return the key that is shared by all problems with the same binaries."""
+    # A `+` marks trained tensors of a score, on which forward kernels do not depend.
     return f"{direction} {re.sub(r'[+](?=[,)])', '', key) if direction == 'forward' else key}"
 
 
 def _distance(problem: AttentionProblem, served: Served) -> float:
-    """Return how far a problem's sizes are from those a binary was chosen for, as factors."""
+    """Return the distance between a problem's sizes and a served problem's, in powers of 2."""
     sizes = (problem.batch * problem.num_heads_q, problem.seqlen_q, problem.seqlen_kv)
     return sum(abs(math.log2(a / b)) for a, b in zip(sizes, served.sizes, strict=True))
 
