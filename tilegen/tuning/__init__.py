@@ -1,2 +1,2 @@
-"""Tuning one kernel (`tuner`): what to try, what was tried, the machine, what is said, and how long
-a launch takes (`measure`)."""
+"""Tuning of a kernel (`tuner`): search (`search`), log of trials (`trials`), compiling and checking
+(`bench`), timing (`measure`), report (`report`); and of libraries (`libraries`)."""

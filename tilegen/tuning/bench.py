@@ -1,4 +1,4 @@
-"""The machine behind the tuner: compile ahead, measure and check one config. Tests replace it."""
+"""The tuner's machine, which compiles ahead, measures and checks configs. Tests replace it."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
 
 Measure = Callable[[TileConfig], Measurement]
 Compile = Callable[[Sequence[TileConfig]], Iterable[tuple[TileConfig, Resources | BuildFailed]]]
-"""Function that compiles configs without the GPU and yields each as it finishes, in any order."""
+"""Function that compiles configs without the GPU, and yields each as it finishes, in any order."""
 Check = Callable[[TileConfig], Measurement | None]
-"""Function of a config that returns None if the kernel's results are right, else the measurement
-that says what is wrong."""
+"""Function that returns None if a config's results are right; otherwise a measurement, whose
+message describes the mistake."""
 
 DEVICE = "cuda:0"
-"""Device that configs are timed on."""
+"""Device on which configs are timed."""
 
 
 def safe(kernel: Kernel) -> TileConfig:
-    """Return the config of a kernel that needs least: every GPU runs it, whatever the problem."""
+    """Return the smallest config of a kernel, which runs on every GPU and for every problem."""
     knobs = KERNELS[kernel].knobs
     return TileConfig(
         block_m=knobs.block_m[0],
@@ -59,7 +59,7 @@ def safe(kernel: Kernel) -> TileConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """The functions that compile, measure and check a config; what is None is left out."""
+    """The functions that compile, measure and check configs; a step that is None is left out."""
 
     measure: Measure
     compile: Compile | None = None
@@ -67,15 +67,15 @@ class Bench:
 
 
 def real_bench(task: KernelTask, pool: Pool) -> Bench:
-    """Return the bench of the GPU at hand, which compiles in `pool`: never in the process that
-    measures. Raises Unsupported if that GPU is not the task's device."""
+    """Return the bench of the local GPU. It compiles in `pool`, never in the process that measures.
+    Raises Unsupported if the local GPU is not the task's device."""
     from tilegen.gpus.spec import detect
 
     here, gpu = detect(), task.device
     if here is None or (here.name, here.arch) != (gpu.name, gpu.arch):
-        found = f"found {here.name} ({here.arch})" if here else "found no GPU"
+        detected = f"found {here.name} ({here.arch})" if here else "found no GPU"
         raise Unsupported(
-            f"tuning for {gpu.name} ({gpu.arch}) needs that GPU at hand, {found}; "
+            f"tuning for {gpu.name} ({gpu.arch}) needs that GPU at hand, {detected}; "
             "without it, take the model's choice: tilegen propose"
         )
     return Bench(
@@ -86,7 +86,7 @@ def real_bench(task: KernelTask, pool: Pool) -> Bench:
 
 
 def refused(built: Resources | BuildFailed, gpu: GpuSpec) -> Measurement | None:
-    """Return why a compiled config is not worth GPU time, None if it is."""
+    """Return a failed measurement if a compiled config is not worth GPU time, otherwise None."""
     if isinstance(built, BuildFailed):
         return failed(built)
     if reason := objection(built, gpu):
@@ -95,14 +95,14 @@ def refused(built: Resources | BuildFailed, gpu: GpuSpec) -> Measurement | None:
 
 
 def as_tuned(measurement: Measurement, spill_bytes: int) -> Measurement:
-    """Replace the time of a kernel that spills much by a refusal, since the tuner times no such
-    kernel."""
+    """Replace the time of a kernel that spills much by a failure. The tuner times such kernels only
+    if no other config runs."""
     reason = spill_objection(spill_bytes)
     return Measurement(status="out_of_resources", message=reason) if reason else measurement
 
 
 class Ahead:
-    """Compiles, in a thread of its own, what will be measured next."""
+    """A thread that compiles the configs to be measured next."""
 
     def __init__(self, compile_all: Compile) -> None:
         self._compile_all = compile_all
@@ -112,16 +112,16 @@ class Ahead:
         threading.Thread(target=self._work, name="tilegen-compile", daemon=True).start()
 
     def submit(self, configs: Sequence[TileConfig]) -> None:
-        """Have `configs` compiled after those of earlier calls."""
+        """Queue `configs` for compilation, after the configs of earlier calls."""
         self._built |= {config: Future() for config in configs}
         self._batches.put(list(configs))
 
     def result(self, config: TileConfig, timeout: float | None = None) -> Resources | BuildFailed:
-        """Wait for a submitted config. Raises TimeoutError, or what broke the compiler itself."""
+        """Wait for a submitted config. Raises TimeoutError, or the error that ended its batch."""
         return self._built[config].result(timeout)
 
     def close(self) -> None:
-        """Stop after what is being compiled now."""
+        """Stop after the present compilation."""
         self._stopped = True
         self._batches.put(None)
 
@@ -134,7 +134,7 @@ class Ahead:
                         self._built[config].set_result(built)
                         if self._stopped:
                             return
-            except BaseException as raised:  # belongs to whoever waits for a result
+            except BaseException as raised:  # `result` raises it in its caller
                 error = raised
             for config in batch:
                 if not self._built[config].done():
@@ -148,25 +148,25 @@ def _generator(compile_all: Compile, batch: Sequence[TileConfig]) -> Any:
 def compile_ahead(
     task: KernelTask, configs: Sequence[TileConfig], pool: Pool
 ) -> Iterable[tuple[TileConfig, Resources | BuildFailed]]:
-    """Yield each config as its compilation finishes; a failure is a value."""
+    """Compile configs, and yield each as it finishes; a failure is yielded as a value."""
     from tilegen.compiling.workers import compile_many
     from tilegen.emit.render import render
 
-    wanted = [render(task.problem, config, task.kernel) for config in configs]
-    for rendered, built in compile_many(wanted, task.device.arch, pool=pool):
-        failed = isinstance(built, BuildFailed)
-        yield rendered.config, built if failed else built.resources
+    kernels = [render(task.problem, config, task.kernel) for config in configs]
+    for rendered, built in compile_many(kernels, task.device.arch, pool=pool):
+        is_failure = isinstance(built, BuildFailed)
+        yield rendered.config, built if is_failure else built.resources
 
 
 def _measure_with(task: KernelTask) -> Measure:
-    """Return a function that times one config of a kernel on inputs of the problem's shape."""
+    """Return a function that times a config of a kernel on inputs of the problem's shape."""
     inputs: list[Timed] = []
 
     def measure_config(config: TileConfig) -> Measurement:
         if not inputs:
             try:
                 inputs.append(Timed.of(task, DEVICE))
-            except RuntimeError as error:  # torch's error for too little memory is one
+            except RuntimeError as error:  # such as torch.OutOfMemoryError
                 raise Unsupported(f"no inputs for '{task.problem}': {one_line(error)}") from error
         try:
             run = inputs[0].runs(config)
@@ -179,7 +179,7 @@ def _measure_with(task: KernelTask) -> Measure:
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
-    """A kernel of a problem, and what it is timed on."""
+    """A kernel of a problem, with the inputs on which it is timed."""
 
     problem: AttentionProblem
     kernel: Kernel
@@ -187,13 +187,13 @@ class Timed:
     launches: list[tuple[Any, ...]]
     """Arguments of each launch."""
     mask: Mask
-    """Mask of the problem, with typical tensors where it reads any."""
+    """Mask of the problem, with typical tensors in place of the tensors that it reads."""
     reads: dict[str, Any]
-    """Typical tensors of the score and what dropout reads, by the names of launches' parameters."""
+    """Typical tensors of score and dropout, by the names of the parameters of launches."""
 
     @classmethod
     def of(cls, task: KernelTask, device: str) -> Timed:
-        """Make the inputs. Raises RuntimeError where memory does not suffice."""
+        """Create the inputs. Raises RuntimeError if there is too little memory."""
         import torch
 
         from tilegen.masks.dropout import Dropout
@@ -219,7 +219,8 @@ class Timed:
         )
 
     def runs(self, config: TileConfig) -> Callable[[], None]:
-        """Return a function that runs the kernel with a config once. Raises TilegenError."""
+        """Return a function that makes all launches of the kernel once, with a config. Raises
+        TilegenError."""
         from tilegen.emit.render import render
         from tilegen.launch.bound_module import bound_kernel
 
@@ -234,10 +235,10 @@ class Timed:
 
 
 def make_launches(task: KernelTask, device: str) -> list[tuple[Any, ...]]:
-    """Return random arguments for every `launch` that the problem takes: one, or one a panel.
+    """Create random arguments for each `launch` of a kernel: a single launch, or one per panel.
 
-    The kernel's family runs with launches that note what they are given. Times depend little on
-    the values.
+    The kernel's family is run with functions that only record their arguments. Times depend little
+    on the values.
     """
     import torch
 
@@ -256,56 +257,57 @@ def make_launches(task: KernelTask, device: str) -> list[tuple[Any, ...]]:
         return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
     keys = usual_split(problem).split_kv
-    found: list[tuple[Any, ...]] = []
-    made: dict[tuple[str, torch.Size], torch.Tensor] = {}
+    recorded: list[tuple[Any, ...]] = []
+    outputs: dict[tuple[str, torch.Size], torch.Tensor] = {}
 
-    def noted(spec: KernelSpec) -> Launch:
-        def launch(*given: Any) -> Any:
+    def recording(spec: KernelSpec) -> Launch:
+        def launch(*arguments: Any) -> Any:
             if spec.name == kernel:
-                found.append(given)
-            named = dict(zip(spec.given, given, strict=True))
+                recorded.append(arguments)
+            named = dict(zip(spec.given, arguments, strict=True))
             results: list[Any] = []
             for name in spec.made:
                 width = keys if spec.parts else SCORE_WIDTH
                 like = allocate(name, named, 8, width, problem.pair_lse)
-                # One tensor serves all panels of its size.
-                if (key := (name, like.shape)) not in made:
-                    made[key] = random(like.shape, like.dtype)
-                results.append(made[key])
+                # Panels of the same size share a tensor.
+                if (key := (name, like.shape)) not in outputs:
+                    outputs[key] = random(like.shape, like.dtype)
+                results.append(outputs[key])
             results += [SCORE_WIDTH] if spec.tells else []
             return results[0] if len(results) == 1 else tuple(results)
 
         return launch
 
     family = task.family
-    launches = {spec.name: noted(spec) for spec in family.kernels}
+    launches = {spec.name: recording(spec) for spec in family.kernels}
     q, k = random((*rows, qk)), random((*columns, qk))
     v = k[..., :v_dim] if problem.latent else random((*columns, v_dim))
     panel_rows = rows_for(problem, task.device, family.direction)
     if family.direction == "forward":
-        more: dict[str, Any] = {"pairs": True} if problem.pair_lse else {}
+        options: dict[str, Any] = {"pairs": True} if problem.pair_lse else {}
         if problem.page:
-            q, k, v, more["requests"] = in_pages(q, k, v, problem.page)
-        family.run(launches, q, k, v, qk**-0.5, panel_rows=panel_rows, **more)
-        return found
+            q, k, v, options["requests"] = in_pages(q, k, v, problem.page)
+        family.run(launches, q, k, v, qk**-0.5, panel_rows=panel_rows, **options)
+        return recorded
     out, dout = random((*rows, v_dim)), random((*rows, v_dim))
     delta = delta_of(launches, out, dout)
     if "delta" not in task.spec.made:
-        # What a dense forward would give on such inputs: logits are normal with variance 1.
+        # The lse of a dense forward on such inputs, whose logits are normal with variance 1.
         pair = (2,) if problem.pair_lse else ()
         shape = *rows[:2], *pair, rows[2]
         lse = torch.full(shape, math.log(problem.seqlen_kv) + 0.5, device=device)
         family.run(launches, q, k, v, dout, lse, delta, qk**-0.5, panel_rows=panel_rows)
-    return found
+    return recorded
 
 
 def check_config(
     problem: AttentionProblem, kernel: Kernel, config: TileConfig
 ) -> Measurement | None:
-    """Describe a wrong result of a config at a reduced size; None if all are right.
+    """Describe a wrong result of a config at a reduced size; None if all results are right.
 
-    A kernel runs together with its partners, which take the smallest tiles. Raises WrongResult
-    where they fail by themselves, which says nothing about the config; DeviceLost.
+    A kernel runs together with its partners, which use their smallest tiles. Raises WrongResult if
+    the results are wrong even with the kernel's own smallest tile, since the config is then not to
+    blame. Raises DeviceLost.
     """
     from tilegen.check.sizes import reduced
 
@@ -324,8 +326,7 @@ def check_config(
 
 
 def partners(kernel: Kernel, problem: AttentionProblem) -> tuple[Kernel, ...]:
-    """Return the kernels that have to run for the results of this one to be seen, itself among
-    them."""
+    """Return the kernels that must run to check a kernel's results, itself included."""
     family = family_with(kernel, problem)
     return family.names if family.direction == "forward" else (*Q_STATIONARY.names, *family.names)
 
@@ -333,13 +334,14 @@ def partners(kernel: Kernel, problem: AttentionProblem) -> tuple[Kernel, ...]:
 def _trouble(
     problem: AttentionProblem, configs: dict[Kernel, TileConfig], kernel: Kernel
 ) -> Measurement | None:
-    """Describe a wrong result among the tensors that `kernel` makes; None if all are right."""
+    """Describe a wrong result among the tensors that check `kernel`; None if all are right."""
     from tilegen.check.verification import verify
 
     try:
         checks = verify(problem, configs)
-    except Exception as error:  # as in `measure`: what a kernel raises is a result
+    except Exception as error:  # as in `measure`: any error of a kernel is a result
         return survived(error)
-    made = (check for check in checks if check.tensor.rstrip("0123456789") in KERNELS[kernel].shows)
-    wrong = [str(check) for check in made if not check.ok]
+    shown = KERNELS[kernel].shows
+    own = (check for check in checks if check.tensor.rstrip("0123456789") in shown)
+    wrong = [str(check) for check in own if not check.ok]
     return Measurement(status="wrong", message=one_line(wrong[0])) if wrong else None

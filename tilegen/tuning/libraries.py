@@ -1,4 +1,5 @@
-"""Measuring PyTorch's own kernels for a whole pass, as tilegen's are: from a cold L2, checked."""
+"""Measurement of PyTorch's own kernels for a whole pass, as tilegen's kernels are measured: from a
+cold L2, and with results that are checked."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ class LibraryBench:
 
     measure: Callable[[Backend], Measurement]
     check: Callable[[Backend], Measurement | None]
-    """Function that returns None if the results of a library are right, else the measurement that
-    says what is wrong."""
+    """Function that returns None if a library's results are right; otherwise a measurement, whose
+    message describes the mistake."""
 
 
 def tune_libraries(
@@ -41,31 +42,32 @@ def tune_libraries(
     bench: LibraryBench | None = None,
     command: str = "",
 ) -> LibraryRecord | None:
-    """Return the record of the fastest library that computes a pass and computes it right, after
-    writing it into the own directory; None where none does. Raises DeviceLost."""
+    """Measure the libraries that support a pass, and save the record of the fastest with right
+    results in the local cache. Return the record; None if no library qualifies. Raises DeviceLost.
+    """
     problem = problem.bucket
-    taken: dict[Backend, Measurement] = {}
-    able: list[Backend] = [backend for backend in BACKENDS if not why_not(problem, backend)]
+    timed: dict[Backend, Measurement] = {}
+    supported: list[Backend] = [backend for backend in BACKENDS if not why_not(problem, backend)]
     bench = bench or _real_bench(problem, direction)
-    for backend in able:
-        found = bench.measure(backend)
-        if found.status == "ok" and (trouble := bench.check(backend)) is not None:
-            found = trouble
-        if found.median_us is None:
-            log.info("%s of library %s %s: %s", direction, backend, found.status, found.message)
+    for backend in supported:
+        result = bench.measure(backend)
+        if result.status == "ok" and (trouble := bench.check(backend)) is not None:
+            result = trouble
+        if result.median_us is None:
+            log.info("%s of library %s %s: %s", direction, backend, result.status, result.message)
             continue
-        log.info("%s of library %s  %s us", direction, backend, us(found.median_us))
-        taken[backend] = found
-    if not taken:
+        log.info("%s of library %s  %s us", direction, backend, us(result.median_us))
+        timed[backend] = result
+    if not timed:
         return None
-    fastest = min(taken, key=lambda backend: taken[backend].median_us or 0.0)
+    fastest = min(timed, key=lambda backend: timed[backend].median_us or 0.0)
     record = LibraryRecord(
         gpu=gpu.name,
         arch=gpu.arch,
         direction=direction,
         problem=problem,
         library=fastest,
-        measurement=taken[fastest],
+        measurement=timed[fastest],
         versions=current_versions(),
         date=now(),
         command=command,
@@ -106,14 +108,14 @@ def _measure(
             return measure(launch)
     except (DeviceLost, Unsupported):
         raise
-    except Exception as error:  # whatever a library raises says that it does not do this
+    except Exception as error:  # any error means that the library does not support the problem
         return survived(error) if torch.cuda.is_available() else failed(error)
 
 
 def check_library(
     problem: AttentionProblem, direction: Direction, backend: Backend, device: str
 ) -> Measurement | None:
-    """Describe a wrong result of a library at a reduced size; None if all are right."""
+    """Describe a wrong result of a library at a reduced size; None if all results are right."""
     import torch
 
     from tilegen.check.reference import make_inputs
@@ -129,12 +131,12 @@ def check_library(
             qkv = inputs.q, inputs.k, inputs.v
             with torch.no_grad():
                 out, lse = operators.forward(*qkv, causal, scale)
-                found: dict[str, torch.Tensor] = {"out": out, "lse": lse}
+                results: dict[str, torch.Tensor] = {"out": out, "lse": lse}
                 if direction == "backward":
-                    given = (inputs.dout, *qkv, out, lse, causal, scale)
-                    found = dict(zip(("dq", "dk", "dv"), operators.backward(*given), strict=True))
-            checks = judge_all(found, inputs, scale, mask=small.mask)
-        except Exception as error:  # as in `measure`: what a library raises is a result
+                    gradients = operators.backward(inputs.dout, *qkv, out, lse, causal, scale)
+                    results = dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+            checks = judge_all(results, inputs, scale, mask=small.mask)
+        except Exception as error:  # as in `measure`: any error of a library is a result
             return survived(error)
-    wrong = [str(one) for one in checks if not one.ok]
+    wrong = [str(check) for check in checks if not check.ok]
     return Measurement(status="wrong", message=one_line(wrong[0])) if wrong else None

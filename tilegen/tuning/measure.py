@@ -1,4 +1,4 @@
-"""Time a launch with a cold L2. A failure is a value, to be written down as a timing is."""
+"""Timing of launches with a cold L2. A failure is a value, and is recorded like a timing."""
 
 from __future__ import annotations
 
@@ -13,28 +13,30 @@ from tilegen.compiling.digests import noting_launches
 from tilegen.errors import BuildFailed, TilegenError, Unsupported
 
 Status = Literal["ok", "build_failed", "out_of_resources", "launch_failed", "wrong", "unmeasured"]
-"""ok: timed. unmeasured: the model's choice, never run. The others: why there is no time."""
+"""ok: timed. unmeasured: chosen by the model, never run. Others: the reason for a missing time."""
 
 Timer = Callable[[Callable[[], object], int], list[float]]
-"""`timer(launch, repeats)` runs `launch` that often, from a cold L2, and returns the us of each."""
+"""`timer(launch, repeats)` runs `launch` `repeats` times, each from a cold L2, and returns the
+times [us]."""
 
 POLICY = "cold_l2"
-"""Name of the way in which times are taken: the median of single launches, L2 cleared before each,
-between two events on the stream. Times of ways with other names are kept apart by records."""
+"""Name of the timing method: the median of single launches between two events on the stream, with
+L2 cleared before each launch. Records keep the times of different methods apart."""
 TIE_LIMIT = 0.02
-"""Two medians that differ by more are never a tie, however noisy the measurement."""
+"""Largest relative difference of medians that count as a tie, however noisy the measurement."""
 MIN_REPEATS = 10
 MAX_REPEATS = 1000
 MAX_BATCH = 50
-"""Runs between two looks at the clock; their launches all fit into the driver's queue."""
+"""Most launches between two looks at the clock; the driver's queue has room for all of them."""
 MIN_FLUSH_BYTES = 256 * 2**20
-"""Bytes whose writing takes so long that the next launch is queued before the GPU is done."""
+"""Minimum size of the buffer whose writing clears L2 [bytes]. Writing it takes long enough to queue
+the next launch meanwhile."""
 MAX_MESSAGE = 200
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """Time of one launch [us], or why there is none."""
+    """Time of a launch [us], or the reason for a missing time."""
 
     status: Status
     median_us: float | None = None
@@ -43,17 +45,17 @@ class Measurement:
     repeats: int = 0
     message: str = ""
     digest: str = ""
-    """Digests of the binaries that were timed (tilegen/compiling/digests.py), in the order of their
-    first launch, with spaces between; empty where they are not known, as a library's are not."""
+    """Digests of the timed binaries (tilegen/compiling/digests.py), in the order of their first
+    launches, separated by spaces. Empty if unknown, as for libraries."""
 
     @property
     def failure(self) -> str:
-        """Reason why there is no time, in words: `launch failed: MESSAGE`."""
+        """Reason for a missing time: `launch failed: MESSAGE`."""
         return f"{self.status.replace('_', ' ')}: {self.message}"
 
 
 class DeviceLost(TilegenError):
-    """A launch broke the CUDA context: nothing more can be measured in this process."""
+    """A launch that broke the CUDA context: nothing more can be measured in this process."""
 
     def __init__(self, measurement: Measurement) -> None:
         super().__init__(
@@ -69,11 +71,11 @@ def measure(
     seconds: float = 0.3,
     timer: Timer | None = None,
 ) -> Measurement:
-    """Return median, p20 and p80 over the runs that fit into `seconds`, at least `min_repeats`.
+    """Measure median, p20 and p80 over the launches that fit into `seconds`.
 
-    A launch so slow that `min_repeats` of it would take over four times `seconds` is run less
-    often, at least once. Raises Unsupported without a GPU; DeviceLost after a failure that no
-    later launch survives; every other failure becomes a status with a message of one line.
+    At least `min_repeats` launches are timed. If these take over four times `seconds`, there are
+    fewer, but at least one. Raises Unsupported without a GPU, and DeviceLost if a launch breaks the
+    CUDA context. Any other failure becomes a status with a one-line message.
     """
     timer = timer or _cuda_timer()
     times: list[float] = []
@@ -92,19 +94,19 @@ def measure(
             wanted = MAX_REPEATS if enough else min_repeats
             fits = max(1, int(left / run_seconds))
             times += timer(launch, min(fits, wanted - len(times), MAX_BATCH))
-    except Exception as error:  # whatever a launch raises is a result of this config
+    except Exception as error:  # any error of a launch is a result of this config
         return survived(error)
-    found = summarise(times)
-    return replace(found, digest=launched.digest) if found.status == "ok" else found
+    result = summarise(times)
+    return replace(result, digest=launched.digest) if result.status == "ok" else result
 
 
 def summarise(times: list[float]) -> Measurement:
-    """Return the statistics of `times` in us; launch_failed if one of them cannot be a time."""
+    """Compute the statistics of `times` [us]; launch_failed if a value cannot be a time."""
     if not times or not all(1e-3 <= us < math.inf for us in times):
         return Measurement(
             status="launch_failed", message=f"expected times above 0 us, timer gave {times[:3]}"
         )
-    at_least_two = times if len(times) > 1 else times * 2  # quantiles takes no single value
+    at_least_two = times if len(times) > 1 else times * 2  # quantiles needs two values
     p20, _, _, p80 = statistics.quantiles(at_least_two, n=5, method="inclusive")
     return Measurement(
         status="ok",
@@ -116,15 +118,15 @@ def summarise(times: list[float]) -> Measurement:
 
 
 def tie_limit(fastest: Measurement) -> float:
-    """Return the longest median, in us, that is equal to that of the fastest: within its spread and
-    TIE_LIMIT."""
+    """Return the longest median that ties with the fastest [us]: at most the fastest's p80, and at
+    most TIE_LIMIT above its median."""
     median = fastest.median_us or math.inf
     return max(median, min(fastest.p80_us or 0.0, median * (1 + TIE_LIMIT)))
 
 
 def failed(error: Exception) -> Measurement:
-    """Return the measurement of a launch that raised `error`."""
-    # Triton's classes, by name: their module has moved between versions.
+    """Convert the error of a launch to a measurement."""
+    # Compare Triton's classes by name: their module differs between versions.
     names = {c.__name__ for c in type(error).__mro__ if c.__module__.startswith("triton.")}
     status: Status = "launch_failed"
     if "OutOfResources" in names:
@@ -135,7 +137,7 @@ def failed(error: Exception) -> Measurement:
 
 
 def survived(error: Exception) -> Measurement:
-    """Return `failed(error)` if the GPU still takes work. Raises DeviceLost if it does not."""
+    """Return `failed(error)` if the GPU still works. Raises DeviceLost if it does not."""
     failure = failed(error)
     if not _device_answers():
         raise DeviceLost(failure) from error
@@ -143,14 +145,14 @@ def survived(error: Exception) -> Measurement:
 
 
 def us(value: float | None) -> str:
-    """Return microseconds with three digits or more, `?` for no time."""
+    """Format microseconds: three significant digits below 100, else integers; `?` for None."""
     if value is None:
         return "?"
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def one_line(error: Exception | str) -> str:
-    """Return an error as one printable line of at most MAX_MESSAGE characters."""
+    """Format an error as one printable line of at most MAX_MESSAGE characters."""
     text = error if isinstance(error, str) else str(error) or type(error).__name__
     line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return line if len(line) <= MAX_MESSAGE else f"{line[: MAX_MESSAGE - 3]}..."
@@ -185,7 +187,7 @@ def _cuda_timer() -> Timer:
 
 
 def _device_answers() -> bool:
-    """True while work can be launched: an illegal access is reported by every later call."""
+    """Return True while the GPU works: after an illegal access, every later call fails."""
     import torch
 
     if not torch.cuda.is_available():

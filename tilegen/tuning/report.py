@@ -1,4 +1,4 @@
-"""The tuner's report: one line per trial, and a progress bar where somebody watches."""
+"""The tuner's report: a line for each trial, and a progress bar on a terminal."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class Report:
-    """Lines go above the bar on a terminal, to the log (level info) elsewhere."""
+    """Lines above a progress bar, or without a bar in the log (level info)."""
 
     def __init__(self, kernel: Kernel, total: int, *, enabled: bool | None = None) -> None:
-        """`enabled` says whether to draw the bar; None asks whether stderr is a terminal."""
+        """Draw the bar if `enabled`; if None, draw it if stderr is a terminal."""
         self._kernel, self._total = kernel, total
         self._started = time.monotonic()
         self._bar: Progress | None = None
@@ -55,15 +55,16 @@ class Report:
             self._bar.stop()
 
     def say(self, line: str) -> None:
-        """Print a line as it is."""
+        """Print a line without markup."""
         if self._bar:
             self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
         else:
             log.info("%s", line)
 
     def resumed(self, trials: Sequence[Trial]) -> None:
-        """Say what earlier runs have left."""
-        times = [t.measurement.median_us for t in trials if t.measurement.median_us is not None]
+        """Report the trials of earlier runs."""
+        medians = (trial.measurement.median_us for trial in trials)
+        times = [median for median in medians if median is not None]
         if trials:
             best = f", best {us(min(times))} us" if times else ""
             self.say(f"{len(trials)} trials of earlier runs, {len(times)} timed{best}")
@@ -77,7 +78,7 @@ class Report:
         estimate: CostEstimate | None,
         winner: TileConfig | None,
     ) -> None:
-        """Say how a trial went, and what wins now."""
+        """Report the result of a trial and the best time so far."""
         measurement = trials[config].measurement
         head = (
             f"[{time.monotonic() - self._started:5.1f}s] {len(trials)}/{self._total} "
@@ -94,6 +95,6 @@ class Report:
 
 
 def describe(record: TuningRecord) -> str:
-    """Return `412 us, fwd, h200, b4 hq32 ...`: what a pasted config is for."""
+    """Describe what a record's config is for: `412 us, fwd, h200, b4 hq32 ...`."""
     time_us = us(record.measurement.median_us)
     return f"{time_us} us, {record.kernel}, {record.gpu}, {record.problem}"

@@ -1,4 +1,4 @@
-"""The order of trials: the model's ranking first, then Optuna. Kernels play no part in it."""
+"""The order of trials: the model's ranking first, then Optuna's proposals. No kernel is needed."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from tilegen.errors import Unsupported
 from tilegen.kernels.config import TileConfig
 
 MAX_MISSES = 30
-"""Number of proposals in a row that may be illegal or tried before; then the next config is taken
-by rank."""
+"""Maximum number of consecutive proposals that are illegal or already tried; after these, the best
+untried config of the ranking is taken."""
 
 
 class Search:
-    """Ask-and-tell over a list of legal configs; never asks for one twice.
+    """Ask-and-tell over a list of legal configs; no config is proposed twice.
 
-    Each field of a config is a categorical choice to Optuna, so its products include illegal
-    configs. Those, and configs tried before, are answered on the spot and cost no trial.
+    To Optuna each field of a config is a categorical choice, so it also proposes illegal configs.
+    Illegal and already tried configs are answered at once, and cost no trial.
     """
 
     def __init__(
         self, space: Sequence[TileConfig], *, first: Sequence[TileConfig] = (), seed: int = 0
     ) -> None:
-        """`space` in order of rank; `first` are tried before Optuna is asked, in their order."""
+        """Start with the configs of `first`, in their order. `space` is in order of rank."""
         self._untried = dict.fromkeys([*first, *space])
         self._first = deque(dict.fromkeys(first))
         self._known: dict[TileConfig, float | None] = {}
@@ -44,7 +44,7 @@ class Search:
         self._study = _quiet_study(seed)
 
     def replay(self, config: TileConfig, us: float | None) -> None:
-        """Learn what an earlier run found: the median in us, None for a failure."""
+        """Add the result of an earlier run: the median [us], None for a failure."""
         self._known[config] = us
         if config in self._untried:
             del self._untried[config]
@@ -55,7 +55,7 @@ class Search:
             )
 
     def ask(self) -> TileConfig | None:
-        """Return a config that was never asked for before, None when there are no more."""
+        """Propose a config that was not proposed before; None if there are no more."""
         while self._first:
             if (config := self._first.popleft()) in self._untried:
                 return self._take(config)
@@ -65,11 +65,11 @@ class Search:
             if config is not None and config in self._untried:
                 return self._take(config, trial)
             self._answer(trial, config)
-        # Optuna keeps to a corner that is used up; the best-ranked config left is as good a guess.
+        # Optuna keeps proposing configs that are used up; the best-ranked is as good a guess.
         return self._take(next(iter(self._untried))) if self._untried else None
 
     def tell(self, config: TileConfig, us: float | None) -> None:
-        """Answer a config that was asked for: the median in us, None for a failure."""
+        """Report the result of a proposed config: the median [us], None for a failure."""
         self._known[config] = us
         self._finish(self._open.pop(config), us)
 
@@ -82,14 +82,14 @@ class Search:
         return config
 
     def _answer(self, trial: Trial, config: TileConfig | None) -> None:
-        if config in self._open:  # being measured: no answer yet, and none to learn from
+        if config in self._open:  # still being measured: Optuna ignores failed trials
             self._study.tell(trial, state=TrialState.FAIL)
-        else:  # tried before, or illegal, which is as good as a failure
+        else:  # tried before, or illegal, which counts as a failed config
             self._finish(trial, None if config is None else self._known.get(config))
 
     def _finish(self, trial: Trial, us: float | None) -> None:
         if us is None:
-            self._study.tell(trial, state=TrialState.PRUNED)  # to TPE: worse than anything timed
+            self._study.tell(trial, state=TrialState.PRUNED)  # TPE ranks it below all timed trials
         else:
             self._study.tell(trial, us)
 
@@ -102,7 +102,11 @@ def _config(params: dict[str, Any]) -> TileConfig | None:
 
 
 def _quiet_study(seed: int) -> optuna.Study:
-    """Return a study in memory; the trials on disk are ours, because Optuna fixes its choices."""
+    """Create a study in memory, without log messages.
+
+    Trials on disk are kept in tilegen's own files, since a stored study cannot change the choices
+    of a field.
+    """
     verbosity = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     try:

@@ -1,4 +1,4 @@
-"""The log of trials: one line of JSON for each, on disk the moment its result is known."""
+"""The log of trials: a line of JSON for each, on disk as soon as its result is known."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from tilegen.tuning.measure import one_line
 
 class TrialLog:
     """The trials of one problem bucket, kernel and GPU, at
-    `<cache dir>/trials/<gpu>/<kernel>/<problem>.jsonl`, and those that other locations have.
+    `<cache dir>/trials/<gpu>/<kernel>/<problem>.jsonl`, together with those of other locations.
 
-    A line is appended in one write and synchronised, so a process killed at any moment leaves at
-    most one torn line, which is passed over. The last line about a config counts, and an own one
-    more than one of another location.
+    A line is appended in one write and fsynced. So a process that is killed at any moment leaves at
+    most one cut line, which is skipped. The last line about a config counts, and lines of the local
+    cache come after those of other locations.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class TrialLog:
         self._conditions = conditions
 
     def read(self) -> dict[TileConfig, Trial]:
-        """Return the trials under the present conditions; warn once about lines that are none."""
+        """Read the trials under the present conditions; warn about invalid lines, once a file."""
         trials: dict[TileConfig, Trial] = {}
         for location in (*reversed(self._others), self._own):
             bad: list[str] = []
@@ -59,7 +59,7 @@ class TrialLog:
                 try:
                     if line and (trial := self._parse(line)) is not None:
                         trials[trial.config] = trial
-                except OtherSchema:  # another tilegen's, which can read it
+                except OtherSchema:  # only the tilegen that wrote the line can read it
                     continue
                 except InvalidRecord as error:
                     bad.append(f"line {number}: {one_line(error)}")
@@ -69,16 +69,17 @@ class TrialLog:
         return trials
 
     def append(self, trial: Trial) -> None:
-        """Put a trial on disk. Raises Unsupported when that is not possible."""
+        """Append a trial to the file of the local cache, and fsync. Raises Unsupported."""
         file = inside(Path(self._own.url), self._path)
         try:
-            with only_writer(file.parent):  # somebody may be joining others' trials with these
+            with only_writer(file.parent):  # another process may be joining trials into the file
                 append_line(file, trial_line(trial, self._conditions))
         except OSError as error:
             raise cannot_write(file, error) from error
 
     def _parse(self, line: bytes) -> Trial | None:
-        """Return the trial of a line, None for one under other conditions. Raises InvalidRecord."""
+        """Parse a line; None for a trial under other conditions. Raises InvalidRecord, also for a
+        time that the GPU cannot reach."""
         if (parsed := parse_trial(line, self._kernel, self._conditions)) is None:
             return None
         trial = parsed[0]
@@ -90,7 +91,7 @@ class TrialLog:
 def trials_of(
     gpu: str, kernel: Kernel, problem: AttentionProblem, conditions: Conditions
 ) -> TrialLog:
-    """Return the log of trials in the own directory, with those of all other locations."""
+    """Return the log of trials in the local cache, together with those of all other locations."""
     others = [location for location in locations() if location.origin != "own"]
     return TrialLog(settings().cache_dir, gpu, kernel, problem, conditions, others=others)
 
@@ -99,29 +100,30 @@ def trials_of(
 def alone(
     gpu: str, kernel: Kernel, problem: AttentionProblem, seconds: float = math.inf
 ) -> Generator[None, None, None]:
-    """Keep other processes from tuning the same meanwhile, so that each timing is taken once.
+    """Keep other processes from tuning the same kernel and problem during the block, so that each
+    timing is taken once.
 
-    A thread may do so while it does. Raises Unsupported if another process is at it for longer
-    than `seconds`, or the own directory cannot be written to.
+    A thread may nest such blocks. Raises Unsupported if another process tunes for longer than
+    `seconds`, or if the local cache cannot be written.
     """
-    path, what = trials_path(gpu, kernel, problem), f"{kernel} for '{problem.bucket}'"
+    path, tuned = trials_path(gpu, kernel, problem), f"{kernel} for '{problem.bucket}'"
     lock = inside(settings().cache_dir, path.with_name(f".{path.name}.lock"))
     with contextlib.ExitStack() as held:
         try:
-            held.enter_context(locked(lock, 0, f"to tune {what}"))
+            held.enter_context(locked(lock, 0, f"to tune {tuned}"))
         except Locked:
-            log.info("another process tunes %s; waiting for what it finds", what)
-            held.enter_context(locked(lock, seconds, f"to tune {what}"))
+            log.info("another process tunes %s; waiting for what it finds", tuned)
+            held.enter_context(locked(lock, seconds, f"to tune {tuned}"))
         yield
 
 
 def append_line(path: Path, values: dict[str, Any]) -> None:
-    """Put one line of JSON at the end of a file, and on disk. Raises OSError."""
+    """Append a line of JSON to a file, and fsync. Raises OSError."""
     line = json.dumps(values, allow_nan=False).encode() + b"\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b", buffering=0) as file:
         if file.tell() and not _ends_a_line(file.fileno()):
-            line = b"\n" + line  # behind the line that a killed process left torn
+            line = b"\n" + line  # end the line that a killed process left cut
         file.write(line)
         os.fsync(file.fileno())
 

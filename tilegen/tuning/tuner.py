@@ -1,4 +1,4 @@
-"""Find the best config of one kernel on the GPU at hand: `tune`."""
+"""Tuning of one kernel on the local GPU: `tune`."""
 
 from __future__ import annotations
 
@@ -37,16 +37,17 @@ if TYPE_CHECKING:
     from tilegen.model.estimate import Candidate
 
 SEEDS = 10
-"""Number of the model's proposals that are tried before Optuna is asked."""
+"""Number of the model's proposals that are tried before Optuna's."""
 BATCH = 4
-"""Number of configs compiled together after the seeds; when half are left, the next are asked for.
+"""Number of configs compiled together after the seeds. The next are proposed when half are left.
 
-More would keep more cores busy, but they are chosen before the measurements of those ahead are
-known: on recorded timings, batches of 16 searched no better than chance.
+Larger batches would keep more cores busy, but their configs are chosen before the configs ahead are
+measured. On recorded timings, batches of 16 searched no better than chance.
 """
 SAMPLER_SEED = 0
 PATIENCE = 4.0
-"""Time that is waited for another process, over its budget: it compiles and checks besides."""
+"""Longest wait for another process that tunes, as a multiple of the budget: besides measuring, that
+process compiles and checks."""
 
 
 def tune(
@@ -62,25 +63,27 @@ def tune(
     progress: bool | None = None,
     command: str | None = None,
 ) -> TuningRecord:
-    """Return the record of the best config found, after writing it into the own directory.
+    """Tune a kernel: measure configs, save the record of the best in the local cache, return it.
 
-    The problem measured is the bucket's. The budget is `trials` in all runs together, or `seconds`
-    in this one, or both; without either the whole space is tried. Every trial is on disk when it is
-    known, and is not repeated by a later run unless its launch failed without breaking the CUDA
-    context. `candidates` (ranked) and `space` default to the model's; `measure`, `compile` and
-    `check` to the GPU at hand, and given `measure` alone the others are left out. `progress`
-    defaults to a bar where there is a terminal.
+    The problem of the bucket is measured. The budget is `trials` over all runs, `seconds` of this
+    run, or both; without a budget the whole space is tried. Each trial is on disk as soon as its
+    result is known. A later run repeats a trial only if its launch failed without breaking the CUDA
+    context.
 
-    Raises Unsupported without that GPU, NoRecord if no config runs, WrongResult if none can be
-    checked, DeviceLost if one breaks the CUDA context. After KeyboardInterrupt or DeviceLost, too,
-    the best so far is on disk.
+    `candidates` (ranked) and `space` default to the model's. `measure`, `compile` and `check`
+    default to the local GPU's; if `measure` is given, `compile` and `check` default to None and are
+    left out. `progress` draws a progress bar; by default there is a bar on a terminal.
+
+    Raises Unsupported without the task's GPU, NoRecord if no config runs, WrongResult if the
+    kernel cannot be checked, and DeviceLost if a launch breaks the CUDA context. The best config so
+    far is also saved before KeyboardInterrupt or DeviceLost is raised.
     """
     if trials is not None and trials < 1:
         raise Unsupported(f"trials must be at least 1, got {trials}")
     if seconds is not None and not seconds > 0:
         raise Unsupported(f"seconds must be above 0, got {seconds}")
     task = _of_bucket(task)
-    pool = Pool()  # starts a worker when one is needed
+    pool = Pool()  # starts no process until a worker is needed
     if measure is None:
         real = real_bench(task, pool)
         bench = Bench(
@@ -89,14 +92,14 @@ def tune(
     else:
         bench = Bench(measure=measure, compile=compile, check=check)
     if space is None or candidates is None:
-        from tilegen.choose.ranker import ranked_space  # loads SymPy
+        from tilegen.choose.ranker import ranked_space  # imports SymPy
 
         space, proposed = ranked_space(task, space)
         candidates = proposed if candidates is None else candidates
-    space = list(dict.fromkeys([*(one.config for one in candidates), *space]))
+    space = list(dict.fromkeys([*(candidate.config for candidate in candidates), *space]))
     total = len(space) if trials is None else min(trials, len(space))
     command = command or _command(task, trials, seconds)
-    # Another process that tunes the same is waited for, and its trials are taken over.
+    # Wait for another process that tunes the same, whose trials this process then reads.
     alone_with = alone(task.device.name, task.kernel, task.problem)
     with alone_with, pool, Report(task.kernel, total, enabled=progress) as report:
         run = _Run(task, bench, space, candidates, report)
@@ -125,8 +128,9 @@ def tune(
 def tune_once(
     task: KernelTask, *, seconds: float, known: Callable[[], TuningRecord | None]
 ) -> TuningRecord:
-    """Wait for other tuners of this problem; return their record, which `known` finds, or tune.
-    Raises the errors of `tune`, and Unsupported if another tuner takes far too long."""
+    """Wait for other tuners of this problem, then return the record that `known` finds, or tune.
+    Raises the errors of `tune`, and Unsupported if another tuner takes longer than `PATIENCE`
+    budgets."""
     with alone(task.device.name, task.kernel, task.problem.bucket, seconds=PATIENCE * seconds):
         return known() or tune(task, seconds=seconds)
 
@@ -136,7 +140,7 @@ def _of_bucket(task: KernelTask) -> KernelTask:
 
 
 class _Run:
-    """One call of `tune`: the trials so far, and the config that wins by them."""
+    """A call of `tune`: the trials so far, and the winner among them."""
 
     def __init__(
         self,
@@ -150,23 +154,23 @@ class _Run:
         self.kernel, self.problem, self.gpu = kernel, problem, gpu
         self.bench = bench
         self.report = report
-        self.estimates = {c.config: c.estimate for c in candidates}
+        self.estimates = {candidate.config: candidate.estimate for candidate in candidates}
         self.versions: Versions = current_versions()
         self.template_digest = template_digest(kernel)
         conditions = Conditions.of(problem, gpu.arch, self.versions, self.template_digest)
         self.log = trials_of(gpu.name, kernel, problem, conditions)
-        # What an earlier version's space had besides this one's is left out of account.
+        # Earlier versions may have tried configs that are not in this version's space.
         legal = set(space)
-        known = {c: trial for c, trial in self.log.read().items() if c in legal}
-        self.trials = {c: trial for c, trial in known.items() if trial.is_final}
-        again = [c for c in known if c not in self.trials]
+        known = {config: trial for config, trial in self.log.read().items() if config in legal}
+        self.trials = {config: trial for config, trial in known.items() if trial.is_final}
+        again = [config for config in known if config not in self.trials]
         self.winner: TileConfig | None = None
         self._right: set[TileConfig] = set()
-        seeds = [c.config for c in candidates[:SEEDS]]
+        seeds = [candidate.config for candidate in candidates[:SEEDS]]
         self.search = Search(space, first=[*again, *seeds], seed=SAMPLER_SEED)
 
     def go(self, total: int, seconds: float) -> None:
-        """Try configs until there are `total` trials, `seconds` have passed, or none is left."""
+        """Try configs, up to `total` trials of all runs and for up to `seconds`."""
         deadline = time.monotonic() + seconds
         self.report.resumed(list(self.trials.values()))
         self._settle()
@@ -175,9 +179,11 @@ class _Run:
         ahead = Ahead(self.bench.compile) if self.bench.compile else None
         with contextlib.closing(ahead) if ahead else contextlib.nullcontext():
             self._search(total, deadline, ahead)
-        # Where every config spills much, those that spill least are still worth their time.
+        # If no config has run, measure the configs that were refused for spills, the least first.
         spilling = sorted(
-            (t.spill_bytes, c) for c, t in self.trials.items() if _refused_for_spill(t)
+            (trial.spill_bytes, config)
+            for config, trial in self.trials.items()
+            if _refused_for_spill(trial)
         )
         if self.winner is None:
             for spill_bytes, config in spilling[:SEEDS]:
@@ -195,20 +201,20 @@ class _Run:
                 waiting += batch
                 if ahead and batch:
                     ahead.submit(batch)
-            # A budget too short for anything still buys one config that runs.
+            # The deadline counts only once a config may win: a short budget still gives a result.
             left = deadline - time.monotonic() if self._has_something() else math.inf
             if not waiting or left <= 0:
                 return
             try:
                 self._try(waiting.popleft(), ahead, None if left == math.inf else left)
-            except TimeoutError:  # the time is up before the compiler is done
+            except TimeoutError:  # the budget ended before the compiler was done
                 return
 
     def _has_something(self) -> bool:
         return self.winner is not None or any(map(_refused_for_spill, self.trials.values()))
 
     def record(self, winner: TileConfig, command: str) -> TuningRecord:
-        """Return the record of these trials: a finding of the machine that measured the winner."""
+        """Make the record of these trials: a finding of the machine that measured the winner."""
         estimate, trial = self.estimates.get(winner), self.trials[winner]
         finding = TuningRecord(
             gpu=self.gpu.name,
@@ -226,12 +232,13 @@ class _Run:
             date=trial.date,
             command=command,
         )
-        # Another machine's may have found more since; this one's has just been compared with all.
+        # Another machine's finding keeps its date: that machine may have a later finding. This
+        # machine's finding gets a new date, as it has just been compared with all trials.
         is_own = trial.source == this_machine()
         return dated(replace(finding, date=now())) if is_own else finding
 
     def nothing_ran(self) -> str:
-        """Return the message for a search in which every config failed."""
+        """Format the error message for a search in which every config failed."""
         reasons = [
             f"{trial.config.key} {trial.measurement.status}: {trial.measurement.message}"
             for trial in list(self.trials.values())[:3]
@@ -244,7 +251,7 @@ class _Run:
         )
 
     def _try(self, config: TileConfig, ahead: Ahead | None, timeout: float | None) -> None:
-        """Compile, measure and write down one config. Raises TimeoutError, DeviceLost."""
+        """Compile and measure a config, and log the trial. Raises TimeoutError, DeviceLost."""
         started = time.monotonic()
         built = ahead.result(config, timeout) if ahead else None
         spill_bytes = 0 if built is None or isinstance(built, BuildFailed) else built.spill_bytes
@@ -257,7 +264,7 @@ class _Run:
         self.search.tell(config, self.trials[config].measurement.median_us)
 
     def _measure(self, config: TileConfig, started: float, spill_bytes: int = 0) -> None:
-        """Measure and write down one config. Raises DeviceLost."""
+        """Measure a config, log the trial and update the winner. Raises DeviceLost."""
         try:
             measurement = self.bench.measure(config)
         except DeviceLost as lost:
@@ -276,7 +283,7 @@ class _Run:
         *,
         device_lost: bool = False,
     ) -> None:
-        """Write down what is known of a config; its time runs since `started`."""
+        """Log the trial of a config, whose time runs since `started`."""
         spent = time.monotonic() - started
         if (before := self.trials.get(config)) is not None:
             spent += before.seconds
@@ -290,18 +297,19 @@ class _Run:
             versions=self.versions,
             date=now(),
         )
-        self.log.append(trial)  # first of all: from here on it survives whatever happens
+        self.log.append(trial)  # first, so that the result survives a crash
         self.trials[config] = trial
 
     def _settle(self) -> None:
-        """Find the winner of the trials so far; one that computes wrong results loses its time."""
+        """Update the winner of the trials so far. A config with wrong results loses its time."""
         while (best := pick(self.trials)) is not None and best not in self._right:
             started = time.monotonic()
             try:
                 trouble = self.bench.check(best) if self.bench.check else None
             except DeviceLost as lost:
                 self._keep(best, lost.measurement, started, device_lost=True)
-                self.winner = pick({c: t for c, t in self.trials.items() if c in self._right})
+                right = {c: trial for c, trial in self.trials.items() if c in self._right}
+                self.winner = pick(right)
                 raise
             if trouble is None:
                 self._right.add(best)
@@ -316,10 +324,10 @@ def _refused_for_spill(trial: Trial) -> bool:
 
 
 def pick(trials: dict[TileConfig, Trial]) -> TileConfig | None:
-    """Return the winner: the first in the order of configs among those no slower than the fastest.
+    """Pick the winner: of the configs that tie with the fastest, the first in the order of configs.
 
-    No slower means a median within the fastest one's spread and within `TIE_LIMIT`, so that
-    machines whose timings differ by noise agree.
+    Medians tie within the fastest config's spread and within `TIE_LIMIT`, so that machines whose
+    timings differ only by noise agree. None without any timing.
     """
     times = {
         config: trial.measurement
@@ -329,7 +337,8 @@ def pick(trials: dict[TileConfig, Trial]) -> TileConfig | None:
     if not times:
         return None
     fastest = min(times.values(), key=_median)
-    return min(c for c, m in times.items() if _median(m) <= tie_limit(fastest))
+    limit = tie_limit(fastest)
+    return min(config for config, time_ in times.items() if _median(time_) <= limit)
 
 
 def _median(measurement: Measurement) -> float:
