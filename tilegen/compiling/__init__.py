@@ -1,2 +1,2 @@
-"""From the text of a kernel to a binary (`compiler`), in other processes (`workers`), and whether
-it may be used (`acceptable`)."""
+"""Compilation of emitted kernels to binaries (`compiler`), in other processes (`workers`), with
+stored results (`verdicts`), and the rule for usable kernels (`acceptable`)."""

@@ -1,4 +1,4 @@
-"""The rule for kernels that may be used: one for tuner, pipeline, bundles and calls."""
+"""The rule for usable kernels, shared by tuner, pipeline, bundles and calls."""
 
 from __future__ import annotations
 
@@ -13,25 +13,24 @@ if TYPE_CHECKING:
     from tilegen.model.resources import Resources, StepCode
 
 MOST_LOCAL = 0.1
-"""Part of a step's time that loads and stores of local memory may take, at most."""
+"""Largest part of a step's time that loads and stores of local memory may take."""
 FEWEST_REGISTERS = 16
-"""Registers that a thread of any kernel for NVIDIA has at least: real ones have 22 and more. The
-assembler makes a trap with 4 of a kernel that asks for more tensor memory than there is, and says
-nothing."""
+"""Fewest registers per thread of a usable kernel for NVIDIA; real kernels have 22 or more. If a
+kernel needs too much tensor memory, the assembler emits a trap with 4 registers and no error."""
 
 
 def acceptable(built: Resources | BuildFailed, gpu: GpuSpec) -> bool:
-    """True for a compiled kernel that may be used on a GPU."""
+    """Return True if a compiled kernel may be used on a GPU."""
     return not objection(built, gpu)
 
 
 def objection(built: Resources | BuildFailed, gpu: GpuSpec) -> str:
-    """Return why a compiled kernel may not be used on a GPU, an empty text where it may.
+    """Explain why a compiled kernel may not be used on a GPU; empty if it may.
 
-    A kernel has to fit into shared memory and tensor memory, must not wait for each of its matrix
-    products, and may spend little of its inner loop's time on what it lacks registers for: see
-    MOST_LOCAL. A kernel whose inner loop cannot be told from its machine code may spill a little
-    (see MOST_SPILLED).
+    A kernel must fit into shared memory and tensor memory. It must not wait for each of its matrix
+    products, and may spend only a little of its inner loop's time on spills (see MOST_LOCAL). If
+    the inner loop cannot be read from the machine code, the kernel may spill a little (see
+    MOST_SPILLED).
     """
     if isinstance(built, BuildFailed):
         return str(built)
@@ -67,8 +66,8 @@ def _waits_for_local_memory(code: StepCode, gpu: GpuSpec) -> str:
 def first_that_fits(built: Sequence[Resources | BuildFailed], gpu: GpuSpec) -> int:
     """Return the index of the first kernel that is acceptable on this GPU.
 
-    Where all kernels spill much, the kernel that spills least is returned. Raises BuildFailed where
-    no kernel compiled and fits.
+    If no kernel is acceptable, return the index of the kernel that spills least. Raises BuildFailed
+    if no kernel compiled and fits.
     """
     fitting = [
         (0 if acceptable(result, gpu) else result.spill_bytes, i)
@@ -86,7 +85,7 @@ def first_that_fits(built: Sequence[Resources | BuildFailed], gpu: GpuSpec) -> i
 
 
 def spill_objection(spill_bytes: int) -> str:
-    """Return the objection to what a thread spills, an empty text where there is none."""
+    """Explain why the spills of a thread are too large; empty if they are not."""
     if spill_bytes <= MOST_SPILLED:
         return ""
     return f"{spill_bytes} bytes of registers spilled a thread, at most {MOST_SPILLED} are taken"

@@ -1,4 +1,4 @@
-"""Threads that hold up no process that ends."""
+"""Threads that do not delay the exit of their process."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ T = TypeVar("T")
 
 
 class Background:
-    """Threads that run calls in the order in which they come.
+    """Threads that run calls in the order of submission.
 
-    Those of `concurrent.futures` are waited for when the process ends, whatever they are at: after
-    Ctrl-C a search of seconds, or a compiler that hangs.
+    A process waits for the threads of `concurrent.futures` before it exits. After Ctrl-C, that may
+    be a search of seconds, or a compiler that hangs. It does not wait for these threads.
     """
 
     def __init__(self, threads: int) -> None:
@@ -27,13 +27,13 @@ class Background:
             threading.Thread(target=self._work, name="tilegen-background", daemon=True).start()
 
     def submit(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
-        """Have a function called; return its result, which comes later."""
+        """Submit a call; return the future of its result."""
         future: Future[T] = Future()
         self._calls.put((future, partial(function, *arguments)))
         return future
 
     def close(self) -> None:
-        """Cancel what has not begun, and end the threads after what they are at."""
+        """Cancel calls that have not begun, and end the threads after their present calls."""
         self._is_closed = True
         for _ in range(self._threads):
             self._calls.put(None)
@@ -46,5 +46,5 @@ class Background:
                 continue
             try:
                 future.set_result(run())
-            except BaseException as error:  # belongs to whoever waits for the result
+            except BaseException as error:  # `Future.result` raises it in its caller
                 future.set_exception(error)

@@ -1,4 +1,4 @@
-"""From emitted text to a binary for a named architecture, on a machine with or without a GPU."""
+"""Compilation of emitted text to a binary for a named architecture. It needs no GPU."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class CompiledKernel:
     rendered: RenderedKernel
     arch: str
     binary: bytes
-    """The binary itself: a cubin, or for AMD an hsaco."""
+    """The binary: a cubin, or an hsaco for AMD."""
     reported: Resources
-    """Resources without `step_code`, which `resources` has too."""
+    """Resources without `step_code`; `resources` includes it."""
     scratch_pointers: int
-    """Pointers that the binary takes after the arguments of its signature; all may be null."""
+    """Number of pointers after the arguments of the signature; all of them may be null."""
     seconds: float
     assembly: str = ""
-    """Text that a binary for AMD was assembled from; empty for binaries that are disassembled."""
+    """Assembly text of a binary for AMD; empty for NVIDIA, whose binaries are disassembled."""
 
     @property
     def extension(self) -> str:
@@ -54,9 +54,8 @@ class CompiledKernel:
 
     @cached_property
     def code(self) -> MachineCode:
-        """The kernel's machine code, disassembled when first asked for, which takes half a
-        second."""
-        from tilegen.compiling.machine_code.reading import disassembled, read  # loads networkx
+        """The kernel's machine code, disassembled at first use, which takes half a second."""
+        from tilegen.compiling.machine_code.reading import disassembled, read  # imports networkx
 
         warps = self.rendered.config.num_warps
         if self.assembly:
@@ -65,7 +64,7 @@ class CompiledKernel:
 
     @cached_property
     def resources(self) -> Resources:
-        """Resources with `step_code`, which takes half a second to read."""
+        """Resources with `step_code`, read from `code` at first use."""
         return replace(self.reported, step_code=self._step_code())
 
     def _step_code(self) -> StepCode | None:
@@ -88,16 +87,16 @@ class CompiledKernel:
             return None
         if code is None:
             return None
-        # One instruction of a descriptor writes a whole tile, of a size that it does not say.
+        # A descriptor's instruction writes a whole tile, whose size is not in the machine code.
         loaded = work.loaded * problem.element_bytes if config.descriptors else 0
         return replace(code, kernel=spec.fitted_as, shared_bytes=code.shared_bytes + loaded)
 
 
 def compile_for(rendered: RenderedKernel, arch: str, *, line_info: bool = True) -> CompiledKernel:
-    """Return the binary for `arch` (`sm_90`, `gfx942`); needs no GPU. Raises BuildFailed or
-    Unsupported.
+    """Compile a kernel for `arch`, such as `sm_90` or `gfx942`; needs no GPU.
 
-    Without `line_info` the binary does not name the emitted file, so it is the same everywhere.
+    Without `line_info` the binary does not contain the path of the emitted file, so its bytes are
+    the same everywhere. Raises BuildFailed or Unsupported.
     """
     if cpu.is_interpreting():
         raise Unsupported("expected a process without TRITON_INTERPRET=1 to compile in; unset it")
@@ -109,11 +108,12 @@ def compile_for(rendered: RenderedKernel, arch: str, *, line_info: bool = True) 
         raise Unsupported(f"{rendered.function}: {arch} loads nothing through tensor descriptors")
     target = _target(arch)
     function = getattr(load(rendered), rendered.function)
-    # Pointers are specialised as the launcher does it, so that what is compiled here is found in
-    # Triton's cache.
+    # Specialise pointers as the launcher does, so that it finds this binary in Triton's cache.
     divisible = [["tt.divisibility", 16]] if rendered.aligned else []
-    # Pointers come first, among descriptors; what a mask reads comes last and is not specialised.
-    leading = takewhile(lambda one: one[1].startswith(("*", "tensordesc")), rendered.signature)
+    # Pointers and descriptors come first. Tensors of a mask come last, and are not specialised.
+    leading = takewhile(
+        lambda argument: argument[1].startswith(("*", "tensordesc")), rendered.signature
+    )
     pointers = [i for i, (_, type_) in enumerate(leading) if type_.startswith("*")]
     source = ASTSource(
         fn=function,
@@ -121,7 +121,7 @@ def compile_for(rendered: RenderedKernel, arch: str, *, line_info: bool = True) 
         constexprs={},
         attrs={(i,): divisible for i in pointers},
     )
-    # Options are those of `launch`; fusion is spelt out since Triton 3.10 changes its default.
+    # The options of `launch`. Fusion is explicit, because Triton 3.10 changes its default.
     options = {
         "num_warps": rendered.config.num_warps,
         "num_stages": rendered.config.num_stages,
@@ -160,7 +160,8 @@ def _target(arch: str) -> Any:
 
 
 def binary_of(compiled: Any, arch: str) -> tuple[bytes, Resources]:
-    """Return the binary that Triton compiled, and the resources that it names."""
+    """Return the binary of Triton's compiled kernel, and its registers, spills and shared memory.
+    Raises BuildFailed if these cannot be read."""
     shared_bytes = int(compiled.metadata.shared)
     if arch.startswith("gfx"):
         text = compiled.asm["amdgcn"]
@@ -185,7 +186,8 @@ def binary_of(compiled: Any, arch: str) -> tuple[bytes, Resources]:
 
 
 def _num_parameters(compiled: Any, arch: str) -> int:
-    """Return how many parameters the binary takes, its scratch pointers included."""
+    """Count the parameters of a binary, its scratch pointers included. Raises BuildFailed if the
+    kernel uses scratch memory."""
     metadata = compiled.metadata
     for name in ("global_scratch_size", "profile_scratch_size"):
         if getattr(metadata, name, 0):
@@ -198,12 +200,12 @@ def _num_parameters(compiled: Any, arch: str) -> int:
 
 
 def _parameters(argument: tuple[str, str]) -> int:
-    """Return the parameters of an argument; a descriptor is followed by its sizes and strides."""
+    """Count the parameters of an argument. A descriptor is followed by its sizes and strides."""
     return 9 if argument[1].startswith("tensordesc") else 1
 
 
 def _one_line(error: BaseException) -> str:
-    # Triton raises an error at the call of a helper, from the error inside of the helper.
+    # Triton wraps an error inside a helper in an error at the helper's call.
     while isinstance(error.__cause__, type(error)):
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip(" ^")]

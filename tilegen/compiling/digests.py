@@ -1,4 +1,4 @@
-"""Digests of the machine code that ran, so that one binary under two names is seen to be one."""
+"""Digests of the machine code that ran, by which equal binaries of two configs are recognised."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 
 DIGITS = 12
 EXECUTABLE = 0x4
-"""Flag of a section of an ELF file that holds instructions."""
+"""Flag of the sections of an ELF file that hold instructions."""
 
 
 def digest_of(binary: bytes, *, num_warps: int, shared_bytes: int) -> str:
-    """Return twelve hexadecimal digits of the SHA-256 of a binary's machine code, with the warps
-    and the shared memory that it is launched with.
+    """Compute twelve hexadecimal digits of the SHA-256 of a binary's machine code, with the warps
+    and the shared memory of its launch.
 
-    The compiler's name for a binary and the file that it came from do not count: emitted files of
-    two configs have names of their own, even where both come out as the same instructions.
+    Names of functions and files do not count: they differ between two configs even if the
+    instructions are the same.
     """
     code = hashlib.sha256(f"{num_warps} {shared_bytes}".encode())
     code.update(instructions(binary))
@@ -26,8 +26,8 @@ def digest_of(binary: bytes, *, num_warps: int, shared_bytes: int) -> str:
 
 
 def instructions(binary: bytes) -> bytes:
-    """Return the bytes of an ELF file's executable sections (cubin, hsaco), or all bytes of a file
-    of another kind or of a damaged file."""
+    """Return the bytes of the executable sections of an ELF file (cubin, hsaco). Other files, and
+    damaged files, are returned whole."""
     if not binary.startswith(b"\x7fELF\x02\x01"):  # 64 bits, little-endian
         return binary
     try:
@@ -43,66 +43,67 @@ def instructions(binary: bytes) -> bytes:
 
 
 class Launched:
-    """Compiled kernels of Triton's that were launched, each once."""
+    """Compiled Triton kernels that were launched, each once."""
 
     def __init__(self) -> None:
         self._kernels: dict[int, Any] = {}
 
     def note(self, compiled: Any) -> None:
-        """Remember a kernel."""
+        """Add a kernel, unless it was added before."""
         self._kernels.setdefault(id(compiled), compiled)
 
     @property
     def digest(self) -> str:
-        """The digests of the kernels in the order of their first launch, with spaces between; empty
-        where none was seen."""
+        """Digests of the kernels in the order of their first launches, separated by spaces; empty
+        if no launch was seen."""
         return " ".join(dict.fromkeys(digest for _, digest in self.named))
 
     @property
     def named(self) -> list[tuple[str, str]]:
-        """The name and the digest of each kernel, in the order of their first launch."""
+        """Name and digest of each kernel, in the order of first launches."""
         return [
             (
-                one.name,
+                compiled.name,
                 digest_of(
-                    one.kernel,
-                    num_warps=one.metadata.num_warps,
-                    shared_bytes=one.metadata.shared,
+                    compiled.kernel,
+                    num_warps=compiled.metadata.num_warps,
+                    shared_bytes=compiled.metadata.shared,
                 ),
             )
-            for one in self._kernels.values()
+            for compiled in self._kernels.values()
         ]
 
 
 @contextlib.contextmanager
 def noting_launches() -> Generator[Launched, None, None]:
-    """Note which kernels Triton launches meanwhile in this process; launches are slower.
+    """Record the kernels that Triton launches in this process during the block; launches are
+    slower.
 
-    The digests rely on what Triton does not document: that every launch asks `launch_metadata` of a
-    compiled kernel while something hangs on `launch_enter_hook` (Triton 3.6 to 3.9). Elsewhere, and
-    where Triton is missing, nothing is seen.
+    This relies on undocumented behaviour of Triton 3.6 to 3.9: each launch calls `launch_metadata`
+    of the compiled kernel while `launch_enter_hook` has a function. With other versions, or without
+    Triton, no launch is seen.
     """
     seen = Launched()
     try:
         from triton import knobs
         from triton.compiler import CompiledKernel
 
-        ask, hooks = CompiledKernel.launch_metadata, knobs.runtime.launch_enter_hook
-        hang, unhang = hooks.add, hooks.remove
+        original, hooks = CompiledKernel.launch_metadata, knobs.runtime.launch_enter_hook
+        add_hook, remove_hook = hooks.add, hooks.remove
     except (ImportError, AttributeError):
         yield seen
         return
 
-    def noted(self: Any, *given: Any, **named: Any) -> Any:
+    def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
         seen.note(self)
-        return ask(self, *given, **named)
+        return original(self, *args, **kwargs)
 
     def nothing(*_: object) -> None: ...
 
-    CompiledKernel.launch_metadata = noted
-    hang(nothing)
+    CompiledKernel.launch_metadata = noting
+    add_hook(nothing)  # without a hook, launches do not call launch_metadata
     try:
         yield seen
     finally:
-        unhang(nothing)
-        CompiledKernel.launch_metadata = ask
+        remove_hook(nothing)
+        CompiledKernel.launch_metadata = original

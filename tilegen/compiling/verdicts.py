@@ -1,5 +1,5 @@
-"""Verdicts of the compiler, kept beside the kernels: a later process that has to choose compiles
-nothing again."""
+"""Results of compilations, stored beside the emitted kernels, so that later processes choose
+without compiling."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ if TYPE_CHECKING:
     from tilegen.task import Tiled
 
 MAX_BYTES = 4096
-"""Bytes of a file, at most: about 450 are usual, and messages of failures have at most 500."""
+"""Maximum size of a file [bytes]: about 450 are usual, and messages have at most MAX_MESSAGE."""
 MAX_MESSAGE = 500
 
 
 def verdict(tiled: Tiled, *, aligned: bool) -> Resources | BuildFailed:
-    """Compile a kernel in this process, or return the cached result for this version of Triton.
-    Raises Unsupported where nothing can be compiled."""
+    """Compile a kernel in this process, or return the stored result for this version of Triton.
+    Raises Unsupported if nothing can be compiled."""
     if (known := remembered(tiled, aligned=aligned)) is not None:
         return known
-    from tilegen.emit.render import render  # loads Jinja and SymPy
+    from tilegen.emit.render import render  # imports Jinja and SymPy
 
     rendered = render(tiled.problem, tiled.config, tiled.spec.name, aligned=aligned)
-    found, lasts = _compiled(rendered, tiled.device.arch)
-    if lasts:
-        failed = str(found)[:MAX_MESSAGE] if isinstance(found, BuildFailed) else ""
-        used = {} if isinstance(found, BuildFailed) else asdict(found)
+    result, is_lasting = _compiled(rendered, tiled.device.arch)
+    if is_lasting:
+        failed = str(result)[:MAX_MESSAGE] if isinstance(result, BuildFailed) else ""
+        used = {} if isinstance(result, BuildFailed) else asdict(result)
         values = {"triton": installed("triton"), "failed": failed, **used}
         path = _path(tiled, aligned)
-        with contextlib.suppress(Unsupported):  # the folder may be for reading only
+        with contextlib.suppress(Unsupported):  # the folder may be read-only
             write_beside(path, f"{json.dumps(values)}\n".encode())
-    return found
+    return result
 
 
 def remembered(tiled: Tiled, *, aligned: bool) -> Resources | BuildFailed | None:
-    """Return the cached result of compiling a kernel with the version of Triton that is installed;
-    None where there is none. Compiles nothing."""
+    """Return the stored result of compiling a kernel with the installed Triton; None if there is
+    none. Compiles nothing."""
     return _read(_path(tiled, aligned), installed("triton"), tiled.spec.fitted_as)
 
 
@@ -61,20 +61,19 @@ def _path(tiled: Tiled, aligned: bool) -> Path:
 
 
 def _compiled(rendered: RenderedKernel, arch: str) -> tuple[Resources | BuildFailed, bool]:
-    """Compile a kernel; the second result says whether compiling again would give the same."""
+    """Compile a kernel; return the result, and True if compiling again would give the same."""
     from tilegen.compiling.compiler import compile_for
 
     try:
         built = compile_for(rendered, arch)
     except BuildFailed as error:
-        passing = isinstance(error.__cause__, OSError | MemoryError | SubprocessError)
-        return BuildFailed(str(error)), not passing
+        is_temporary = isinstance(error.__cause__, OSError | MemoryError | SubprocessError)
+        return BuildFailed(str(error)), not is_temporary
     return built.resources, True
 
 
 def _read(path: Path, triton: str, kernel: Kernel) -> Resources | BuildFailed | None:
-    """Read a verdict from its file; None if there is none, or if it is damaged or of another
-    Triton."""
+    """Read a stored result; None if it is missing, damaged, or of another version of Triton."""
     try:
         if (data := read_bytes(path, MAX_BYTES)) is None:
             return None
@@ -96,7 +95,7 @@ def _read(path: Path, triton: str, kernel: Kernel) -> Resources | BuildFailed | 
 def _step_code(fields: Fields, kernel: Kernel) -> StepCode | None:
     if fields.is_null("step_code"):
         return None
-    one = fields.group("step_code")
-    numbers = {name: one.integer(name, 0, 2**31) for name in (*NUMBERS, "rows")}
-    flags = {name: one.flag(name) for name in ("asynchronous", "serialized")}
+    code = fields.group("step_code")
+    numbers = {name: code.integer(name, 0, 2**31) for name in (*NUMBERS, "rows")}
+    flags = {name: code.flag(name) for name in ("asynchronous", "serialized")}
     return StepCode(**numbers, **flags, kernel=kernel)

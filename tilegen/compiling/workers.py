@@ -1,8 +1,7 @@
-"""Other Python processes: one that compiles kernels on request, one that answers a question.
+"""Python processes that compile kernels on request.
 
-`multiprocessing` does not serve: its children import the caller's main script again, which a
-training script without a main guard does not survive, and one crash of the compiler breaks the
-whole pool.
+`multiprocessing` is no alternative. Its children import the caller's main script again, which fails
+for training scripts without a main guard. A crash of the compiler breaks its whole pool.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ from tilegen.errors import BuildFailed, TilegenError
 
 
 def python(code: str) -> list[str]:
-    """Return the command that runs `code` in a new interpreter like this one."""
+    """Return the command that runs `code` in a new process of this interpreter."""
     return [sys.executable, "-c", code]
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """Return the environment for a child that finds the same modules as this process."""
+    """Return the environment of a child that imports the same modules as this process."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **changes}
 
 
 class Ended(Exception):
-    """A compilation whose result nobody waits for any more."""
+    """A compilation that `Worker.kill` ended, since nobody waits for its result any more."""
 
 
 class Worker:
-    """A process that compiles one kernel after another; started when first needed, again after a
+    """A process that compiles kernels one after another. It starts at first use, and again after a
     crash."""
 
     def __init__(self) -> None:
@@ -48,8 +47,11 @@ class Worker:
     def compile(
         self, rendered: RenderedKernel, arch: str, *, line_info: bool = True
     ) -> CompiledKernel | BuildFailed:
-        """Compile in a worker, as `compile_for` does. Raises BuildFailed, too, if the compiler
-        crashes, and Ended after `kill`."""
+        """Compile in the process, as `compile_for` does.
+
+        Return BuildFailed if the compilation fails, or if the compiler crashes. Raises any other
+        error of `compile_for`, and Ended after `kill`.
+        """
         if self._is_killed:
             raise Ended
         process = self._process or self._start()
@@ -70,13 +72,13 @@ class Worker:
         return answer
 
     def kill(self) -> None:
-        """End the process for good, whatever it compiles for another thread."""
+        """End the process for good, even while it compiles for another thread."""
         self._is_killed = True
         if process := self._process:
             process.kill()
 
     def close(self) -> None:
-        """End the process."""
+        """End the process; another `compile` starts it again."""
         if self._process:
             self._process.kill()
             self._process.communicate()
@@ -93,10 +95,10 @@ class Worker:
 
 
 class Pool:
-    """Workers that outlive one list of kernels; close it, or use it in a `with`."""
+    """Workers for several lists of kernels. Close the pool, or use it in a `with` statement."""
 
     def __init__(self, size: int | None = None) -> None:
-        """`size` defaults to the cores this process may use."""
+        """Create `size` workers, by default as many as the cores that this process may use."""
         self.size = size or len(os.sched_getaffinity(0))
         self._workers = [Worker() for _ in range(self.size)]
         self._idle: SimpleQueue[Worker] = SimpleQueue()
@@ -106,7 +108,8 @@ class Pool:
     def compile(
         self, rendered: RenderedKernel, arch: str, *, line_info: bool = True
     ) -> CompiledKernel | BuildFailed:
-        """Compile in the next idle worker; callable from several threads."""
+        """Compile in the next idle worker, as `Worker.compile` does. May be called from several
+        threads."""
         worker = self._idle.get()
         try:
             return worker.compile(rendered, arch, line_info=line_info)
@@ -114,7 +117,7 @@ class Pool:
             self._idle.put(worker)
 
     def close(self) -> None:
-        """End all workers, once what they compile now is done."""
+        """End all workers after their present compilations."""
         for _ in range(self.size):
             self._idle.get().close()
 
@@ -125,15 +128,15 @@ class Pool:
         if kind is None or not issubclass(kind, KeyboardInterrupt):
             self.close()
             return
-        for worker in self._workers:  # nobody waits for what is being compiled
+        for worker in self._workers:  # after Ctrl-C, nobody waits for the compilations
             worker.kill()
 
 
 def serve() -> None:
-    """Compile what arrives on standard input until it ends."""
+    """Compile the kernels that arrive on standard input; write the results to standard output."""
     requests = sys.stdin.buffer
     with os.fdopen(os.dup(1), "wb") as answers:
-        os.dup2(2, 1)  # what a compiler prints must not end up between the answers
+        os.dup2(2, 1)  # the output of a compiler must not mix with the answers
         with contextlib.suppress(EOFError, KeyboardInterrupt):
             while True:
                 rendered, arch, line_info = pickle.load(requests)
@@ -141,7 +144,7 @@ def serve() -> None:
                 try:
                     answer = compile_for(rendered, arch, line_info=line_info)
                     with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
-                        _ = answer.code  # read here, not where kernels are measured or chosen
+                        _ = answer.code  # disassemble here, not where kernels are measured
                 except TilegenError as error:
                     answer = type(error)(str(error))  # without its cause, which may not pickle
                 except Exception as error:
@@ -157,23 +160,24 @@ def compile_many(
     workers: int | None = None,
     pool: Pool | None = None,
 ) -> Iterator[tuple[RenderedKernel, CompiledKernel | BuildFailed]]:
-    """Compile on all cores and yield each kernel as it finishes, a failure as a value.
+    """Compile kernels on all cores, and yield each as it finishes; a failure is yielded as a value.
 
-    `pool` lends workers that go on living; without it, `workers` are started and ended here.
+    The workers of a `pool` stay alive. Without a pool, `workers` processes are started, by default
+    one per core, and ended after the last kernel.
     """
     if not rendered:
         return
     if pool is None:
         size = min(workers or len(os.sched_getaffinity(0)), len(rendered))
         if size == 1 and not cpu.is_interpreting():
-            for one in rendered:
-                yield one, _compile_or_fail(one, arch)
+            for kernel in rendered:
+                yield kernel, _compile_or_fail(kernel, arch)
             return
         with Pool(size) as own:
             yield from compile_many(rendered, arch, pool=own)
         return
     with ThreadPoolExecutor(pool.size) as threads:
-        futures = {threads.submit(pool.compile, one, arch): one for one in rendered}
+        futures = {threads.submit(pool.compile, kernel, arch): kernel for kernel in rendered}
         try:
             for future in as_completed(futures):
                 yield futures[future], future.result()
