@@ -1,1 +1,1 @@
-"""GPUs: what each can do (`spec`), and which one stands for another (`nearest`)."""
+"""GPUs: their properties (`spec`), and stand-ins for unknown architectures (`nearest`)."""

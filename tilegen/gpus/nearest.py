@@ -1,4 +1,4 @@
-"""The entry of a table that stands for an architecture the table does not name."""
+"""Stand-ins for architectures that a table does not contain."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from collections.abc import Collection
 
 
 def nearest(arch: str, known: Collection[str]) -> str:
-    """Return `arch` if known, else the newest older one of the same vendor, else the oldest."""
+    """Return `arch` if it is known, or else the newest older architecture, or else the oldest.
+
+    Only architectures of the same vendor count, if any is known.
+    """
     if arch in known:
         return arch
     vendor = arch[:3]
@@ -16,10 +19,10 @@ def nearest(arch: str, known: Collection[str]) -> str:
 
 
 def on_tensor_cores(dtype: str, arch: str) -> bool:
-    """True where matrix products of a dtype run on an architecture's tensor cores.
+    """Return True if matrix products of a dtype run on an architecture's tensor cores.
 
-    NVIDIA's tensor cores take bf16 from sm_80 on; IEEE fp32 runs on none. Other products are made
-    of fp32 multiply-adds.
+    NVIDIA's tensor cores support bf16 from sm_80 on, and no tensor cores support IEEE fp32. Other
+    products are computed by fp32 multiply-adds.
     """
     return dtype == "fp16" or (
         dtype == "bf16" and not (arch.startswith("sm_") and _number(arch) < 80)
@@ -27,6 +30,6 @@ def on_tensor_cores(dtype: str, arch: str) -> bool:
 
 
 def _number(arch: str) -> int:
-    """Return 90 for `sm_90`; `gfx90a` counts in hexadecimal, so that 90a comes before 942."""
+    """Return 90 for `sm_90`. AMD's numbers are hexadecimal, so gfx90a comes before gfx942."""
     digits = arch[3:].lstrip("_")
     return int(digits, 16 if arch.startswith("gfx") else 10)

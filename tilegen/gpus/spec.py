@@ -1,4 +1,4 @@
-"""GPUs as the model sees them: `GpuSpec`, the catalogue in gpus.toml, the device at hand."""
+"""Properties of GPUs for the model: `GpuSpec`, the catalogue in gpus.toml, the local device."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from tilegen.gpus.nearest import nearest
 
 MIN_FAST_MEMORY, MAX_FAST_MEMORY = 4 * 1024, 16 * 1024 * 1024
 SMEM_RESERVED_PER_PROGRAM = 1024
-"""Bytes of shared memory that the driver keeps for each resident program, from sm_80 on."""
+"""Shared memory that the driver reserves for each resident program, from sm_80 on [bytes]."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuSpec:
-    """One GPU, as far as tile choice needs it."""
+    """The properties of a GPU model that the choice of tiles depends on."""
 
     name: str
     """Catalogue key, such as `h200`; also the folder of its tuning records."""
     title: str
-    """Name for people, such as `NVIDIA H200 SXM`."""
+    """Full name, such as `NVIDIA H200 SXM`."""
     arch: str
     """Architecture that Triton compiles for: `sm_90`, `gfx942`."""
     num_sms: int
@@ -33,39 +33,40 @@ class GpuSpec:
     clock_hz: float
     """Boost clock that the peak rates assume [Hz]."""
     smem_per_block: int
-    """Shared memory that one program may use, at most [bytes]."""
+    """Maximum shared memory of a program [bytes]."""
     smem_per_sm: int
-    """Shared memory that all programs of an SM use together, at most [bytes]."""
+    """Maximum shared memory of all programs on an SM [bytes]."""
     registers_per_sm: int
-    """Registers of an SM, of 32 bits each."""
+    """Number of 32-bit registers of an SM."""
     tensor_memory_per_sm: int
-    """Tensor memory of an SM [bytes]; 0 on everything but sm_100."""
+    """Tensor memory of an SM [bytes]; 0 except on sm_100."""
     l2_bytes: int
     """Size of the L2 cache [bytes]."""
     l2_bandwidth: float
     """Rate at which all SMs together can read from L2 [bytes/s]."""
     dram_bandwidth: float
-    """Rate at which DRAM delivers [bytes/s]."""
+    """Bandwidth of DRAM [bytes/s]."""
     tensor_flops_16: float
     """Peak of dense matrix products with 16-bit inputs and fp32 sums [flop/s]."""
     vector_flops_32: float
-    """Peak of fp32 multiply-adds outside the tensor cores, as for IEEE products [flop/s]."""
+    """Peak of fp32 multiply-adds outside the tensor cores, which IEEE products use [flop/s]."""
     exp_per_clk_per_sm: int
-    """Exponentials the special-function units start each clock."""
+    """Exponentials that the special-function units of an SM start each clock."""
     source: str
     """Sources of the numbers, and which of the numbers are estimates."""
 
     @property
     def on_chip_bytes(self) -> int:
-        """The `M` of the bounds: shared memory of one program, all registers, tensor memory."""
+        """Fast memory, the `M` of the bounds [bytes]: the shared memory of a program, and the
+        registers and tensor memory of an SM."""
         return self.smem_per_block + 4 * self.registers_per_sm + self.tensor_memory_per_sm
 
 
 def gpu(name: str, *, fast_memory: int | None = None) -> GpuSpec:
-    """Return the catalogue row `name`; `fast_memory` asks what a GPU with another M would choose.
+    """Look up a GPU model in the catalogue. Raises Unsupported.
 
-    `fast_memory` (bytes) replaces `smem_per_block`, so it limits the tiles, and enters the bounds
-    through `on_chip_bytes`; registers stay as they are. Raises Unsupported.
+    `fast_memory` [bytes] replaces `smem_per_block`, to study a GPU with another fast memory M: it
+    limits the tiles, and changes the bounds through `on_chip_bytes`. Registers do not change.
     """
     rows = {spec.name: spec for spec in catalogue()}
     key = (
@@ -80,7 +81,7 @@ def gpu(name: str, *, fast_memory: int | None = None) -> GpuSpec:
 
 
 def with_fast_memory(spec: GpuSpec, fast_memory: int) -> GpuSpec:
-    """Return `spec` with another amount of shared memory per program, in bytes."""
+    """Return `spec` with other shared memory per program [bytes]. Raises Unsupported."""
     if (
         isinstance(fast_memory, bool)
         or not isinstance(fast_memory, int)
@@ -99,7 +100,7 @@ def with_fast_memory(spec: GpuSpec, fast_memory: int) -> GpuSpec:
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes that `48KiB` or `49152` stands for. Raises Unsupported."""
+    """Parse a size such as `48KiB` or `49152`; return it in bytes. Raises Unsupported."""
     units = {"kib": 1024, "mib": 1024**2, "kb": 1024, "b": 1, "": 1}
     digits = text.strip().lower().rstrip("kmib ")
     unit = text.strip().lower()[len(digits) :].strip()
@@ -108,7 +109,7 @@ def parse_size(text: str) -> int:
     return int(digits) * units[unit]
 
 
-# The GPU whose tiles an architecture gets where nobody names one.
+# The GPU model whose tiles an architecture gets if no model is named.
 _TYPICAL = {
     "sm_70": "v100",
     "sm_75": "t4",
@@ -124,31 +125,31 @@ _TYPICAL = {
 
 
 def gpu_for(arch: str) -> GpuSpec:
-    """Return the GPU that stands for an architecture. Raises Unsupported."""
+    """Return the GPU model that stands for an architecture. Raises Unsupported."""
     if arch not in _TYPICAL:
         raise Unsupported(f"arch must be one of {', '.join(_TYPICAL)}, got {arch!r}")
     return gpu(_TYPICAL[arch])
 
 
 def catalogue() -> tuple[GpuSpec, ...]:
-    """Return every GPU of gpus.toml, oldest first within a vendor."""
+    """Return the GPU models of gpus.toml, oldest first within a vendor."""
     return tuple(spec for spec, _ in _rows())
 
 
 ASSUMED = "h200"
-"""The GPU that commands assume, and whose tiles a CPU runs, where there is none."""
+"""GPU model for machines without a GPU: commands assume it, and a CPU runs its tiles."""
 
 
 def current_gpu() -> GpuSpec:
-    """Return the GPU that calls on the current device choose for, the assumed one without any."""
+    """Return the GPU of the current device, or `ASSUMED` on a machine without a GPU."""
     return detect() or gpu(ASSUMED)
 
 
 def detect(index: int | None = None) -> GpuSpec | None:
-    """Return the GPU at hand (the current one, or number `index`), or None where PyTorch sees none.
+    """Detect the current GPU, or the GPU with number `index`; None if PyTorch sees no GPU.
 
-    What the driver knows overrides the catalogue row with the same name; a GPU without a row takes
-    the rates per SM of the nearest architecture, and says so in `source`.
+    Values of the driver override the GPU's catalogue row. A GPU without a row gets the rates per SM
+    of the nearest architecture, which `source` notes.
     """
     import torch
 
@@ -160,7 +161,7 @@ def detect(index: int | None = None) -> GpuSpec | None:
 
 
 def from_driver(properties: Any) -> GpuSpec:
-    """Return the GPU that `torch.cuda.get_device_properties` describes."""
+    """Build a spec from the result of `torch.cuda.get_device_properties`."""
     amd_arch = str(getattr(properties, "gcnArchName", "") or "").split(":")[0]
     is_amd = amd_arch.startswith("gfx")
     arch = amd_arch if is_amd else f"sm_{properties.major}{properties.minor}"
@@ -188,7 +189,7 @@ def from_driver(properties: Any) -> GpuSpec:
             "title": title,
             "source": f"not in gpus.toml: rates per SM of {spec.title}; sizes from the driver",
         }
-    if not is_amd:  # HIP reports the caches and registers of one die or one SIMD under these names
+    if not is_amd:  # under these names, HIP reports caches and registers of a single die or SIMD
         memory_clock, bus_bits = (
             float(getattr(properties, key, 0) or 0)
             for key in ("memory_clock_rate", "memory_bus_width")
@@ -214,15 +215,15 @@ _DRIVER_SIZES = {
 
 
 def _stand_in(arch: str, num_sms: int) -> GpuSpec:
-    """Return the row of the nearest architecture whose number of SMs is nearest."""
+    """Return the row of the nearest architecture with the nearest number of SMs."""
     near = nearest(arch, {spec.arch for spec in catalogue()})
-    alike = (spec for spec in catalogue() if spec.arch == near)
-    return min(alike, key=lambda spec: abs(spec.num_sms - num_sms))
+    candidates = (spec for spec in catalogue() if spec.arch == near)
+    return min(candidates, key=lambda spec: abs(spec.num_sms - num_sms))
 
 
 @cache
 def _rows() -> tuple[tuple[GpuSpec, str], ...]:
-    """Return each catalogue row with the pattern of its name in the driver."""
+    """Load the catalogue: each row, with the pattern of the GPU's name in the driver."""
     names = {field.name for field in fields(GpuSpec)}
     table = tomllib.loads((files("tilegen.gpus") / "gpus.toml").read_text(encoding="utf-8"))
     rows: list[tuple[GpuSpec, str]] = []
