@@ -1,9 +1,9 @@
-"""The verbs of tilegen: what each command of the command line does, as a function with a record as
-its result.
+"""The verbs of tilegen: the main commands of the command line as functions that return records.
 
 Every verb takes a problem (an `AttentionProblem` or its notation) and a GPU: a name of the
-catalogue, a `GpuSpec`, or None for the GPU at hand, and without one for the H200. Bad input raises
-a `TilegenError` whose message is one line. Nothing heavy is imported before a verb is called.
+catalogue, a `GpuSpec`, or None for the local GPU. On a machine without a GPU, None stands for the
+H200. Bad input raises a `TilegenError` with a one-line message. Slow modules are imported only when
+a verb is called.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 ALL = "all"
-"""Name that stands for the kernels that a problem needs, forward and backward."""
+"""Name for all kernels that a problem needs, forward and backward."""
 FORWARD = "forward"
-"""Name that stands for the first kernel of a problem's forward."""
+"""Name for the first kernel of a problem's forward."""
 
 
 def propose(
@@ -46,14 +46,17 @@ def propose(
     fast_memory: int | str | None = None,
     compile: bool = False,
 ) -> list[Candidate]:
-    """Return the `top` tiles of a kernel by the cost model, best first, with the reason for each;
-    by default of the first kernel of the forward.
+    """Rank the tiles of a kernel by the cost model; return the best `top`, each with its reason.
 
-    Nothing is compiled, but what a compiler said earlier of one of them is in its `compiled`.
-    `compile` has the head of the ranking compiled, which needs no GPU: these configs come first,
-    ranked by machine code, and the first is what a call settles on that finds no record.
-    `fast_memory` ([bytes], or text such as `48KiB`) replaces the GPU's shared memory per program.
-    Raises Unsupported, and BuildFailed where nothing compiles and fits.
+    `kernel` defaults to the first kernel of the forward. Nothing is compiled, but each candidate's
+    `compiled` holds the result of an earlier compilation, if there is one.
+
+    With `compile`, the head of the ranking is compiled, which needs no GPU. Compiled configs come
+    first, ranked by machine code, or last if they are not usable. The first is the choice of a call
+    without a record. `fast_memory` ([bytes], or text such as `48KiB`) replaces the GPU's shared
+    memory per program.
+
+    Raises Unsupported, and BuildFailed if no config compiles and fits.
     """
     from tilegen.choose.compiled_candidates import with_verdicts
     from tilegen.choose.ranker import propose as ranked
@@ -63,7 +66,7 @@ def propose(
     if not compile:
         return with_verdicts(task, ranked(task, top=top), {})
     choice = choose_by_model(task)
-    task = choice.ranked.task  # which joins the splits that were settled, where it joins any
+    task = choice.ranked.task  # for a kernel that joins splits, with the splits that were chosen
     return with_verdicts(task, ranked(task, top=top), choice.tried)[:top]
 
 
@@ -79,9 +82,10 @@ def explain(
     """Explain the tiles that a call would launch: formulas, numbers, lower bound, limit, and what
     would change the choice.
 
-    Where nothing is recorded a few tiles are compiled, as in a call; `by_model` explains the
-    model's first instead, and compiles nothing. `config` is explained in place of both.
-    A device with another `fast_memory` (see `propose`) is explained by the model.
+    Without a record, a few tiles are compiled, as a call does. With `by_model`, or with another
+    `fast_memory` (see `propose`), the model's first tile is explained and nothing is compiled. A
+    `config` replaces either choice. `kernel` defaults to all kernels of the problem. Raises
+    Unsupported.
     """
     from tilegen.explaining.explanation import explain_all
     from tilegen.explaining.text import Explanation
@@ -90,8 +94,10 @@ def explain(
     by_model = by_model or fast_memory is not None
     named = kernels_named if by_model else kernels_in_use
     kernels = named(kernel, parsed, spec)
-    told = explain_all(parsed, spec, kernels, tile, by_model=by_model, alternatives=False)
-    return Explanation(problem=parsed, gpu=spec, explained=tuple(told), with_passes=kernel == ALL)
+    explained = tuple(
+        explain_all(parsed, spec, kernels, tile, by_model=by_model, alternatives=False)
+    )
+    return Explanation(problem=parsed, gpu=spec, explained=explained, with_passes=kernel == ALL)
 
 
 def read_code(
@@ -102,15 +108,16 @@ def read_code(
     config: TileConfig | str | None = None,
     fast_memory: int | str | None = None,
 ) -> list[dict[str, Any]]:
-    """Read the machine code of kernels, loop by loop, as values that json can write.
+    """Read the machine code of kernels, loop by loop, as values that can be written as JSON.
 
-    Compiles the configs that a call would settle on, or `config`; needs no GPU.
+    Compiles `config`, or else the configs that a call would choose; needs no GPU. Raises
+    Unsupported and BuildFailed.
     """
     from tilegen.explaining.machine_code import static
 
     spec, parsed, tile = gpu_of(gpu, fast_memory), problem_of(problem), config_of(config)
     kernels = kernels_in_use(kernel, parsed, spec)
-    return [static(_task(one, parsed, spec), tile) for one in kernels]
+    return [static(_task(name, parsed, spec), tile) for name in kernels]
 
 
 def show(
@@ -122,12 +129,13 @@ def show(
     unaligned: bool = False,
     by_model: bool = False,
 ) -> RenderedKernel:
-    """Return an emitted kernel, by default the first of the forward; its `source` is a Python file
-    that needs torch and triton only.
+    """Emit a kernel, by default the first of the forward. Its `source` is the text of a Python file
+    that needs only torch and triton.
 
-    The config is that of a call, which compiles a few tiles where nothing is recorded; `config`
-    replaces it, and `by_model` takes the model's first instead of compiling any. `unaligned` allows
-    strides of any number of elements.
+    The config is that of a call. If there is no record, a few tiles are compiled, as a call does;
+    with `by_model`, the model's first tile is taken instead and nothing is compiled. A `config`
+    replaces either choice. With `unaligned`, addresses and strides need not be multiples of 16
+    bytes.
     """
     from tilegen.emit.render import render
     from tilegen.pipeline import choose_kernel
@@ -147,11 +155,14 @@ def generate(
     forward_only: bool = False,
     on_kernel: Callable[[Made], None] = lambda made: None,
 ) -> Manifest:
-    """Write a bundle of kernels and binaries under `out` and return its manifest. Needs no GPU.
+    """Write a bundle of kernels and binaries to the folder `out`; return its manifest. Needs no
+    GPU.
 
-    Problems are one, several, or those of a `catalog` file; GPUs are one or several, or those that
-    stand for an `arch` such as `sm_90`. A stopped run goes on when called again. `on_kernel` hears
-    of each binary.
+    `problem` is a single problem or several; a `catalog` file of problems may replace it. `gpu` is
+    a single GPU or several; an `arch` such as `sm_90` may replace it, and takes the GPU that stands
+    for the architecture. `forward_only` leaves out the backward. `on_kernel` is called with each
+    binary once it is built. To continue a stopped run, call the function again. Raises Unsupported,
+    and BuildFailed after all other kernels are built.
     """
     from tilegen.bundles.building import BOTH
     from tilegen.bundles.building import generate as write_bundle
@@ -177,12 +188,16 @@ def tune(
     trials: int | None = None,
     storage: str = "",
 ) -> list[TuningRecord]:
-    """Return the records of the best configs that measuring on the GPU at hand finds, one for each
-    kernel, and keep them in the own directory. With TILEGEN_LIBRARIES=1 PyTorch's own kernels are
-    measured too, for each pass whose kernels are all tuned.
+    """Measure configs on the local GPU; return the record of the best config of each kernel.
 
-    The budget of a kernel is `seconds` in this run, or `trials` in all runs together, or both. With
-    `storage` other machines take part, and the budget is `trials`. A `gpu` must be the one at hand.
+    Records and trials are saved in the local cache. The budget of a kernel is `seconds` of this
+    run, `trials` over all runs, or both; without a budget all configs are tried. With the URL of a
+    fleet's `storage`, other machines take part, and the budget is `trials`. A `gpu` must be the
+    local GPU.
+
+    With TILEGEN_LIBRARIES=1 and without a `storage`, PyTorch's own kernels are measured too, for
+    each pass whose kernels are all tuned. Raises Unsupported without a GPU, and NoRecord if no
+    config runs.
     """
     from tilegen.gpus.spec import detect
     from tilegen.tuning.tuner import tune as tuned
@@ -199,15 +214,15 @@ def tune(
     kernels = kernels_named(kernel, parsed, spec)
     if storage:
         return _tune_together(parsed, spec, kernels, trials, storage)
-    tasks = [_task(one, parsed, spec) for one in kernels]
-    found = [tuned(task, seconds=seconds, trials=trials) for task in tasks]
+    tasks = [_task(name, parsed, spec) for name in kernels]
+    records = [tuned(task, seconds=seconds, trials=trials) for task in tasks]
     if settings().libraries:
         _tune_libraries(parsed, spec, kernels)
-    return found
+    return records
 
 
 def _tune_libraries(problem: AttentionProblem, gpu: GpuSpec, kernels: Sequence[Kernel]) -> None:
-    """Measure PyTorch's own kernels for the passes all of whose kernels were tuned."""
+    """Measure PyTorch's own kernels for each pass whose kernels were all tuned."""
     from tilegen.kernels.registry import family_among
     from tilegen.store.library_record import PASSES
     from tilegen.tuning.libraries import tune_libraries
@@ -244,12 +259,12 @@ def verify(
     *,
     config: TileConfig | str | None = None,
 ) -> tuple[Check, ...]:
-    """Return the verdict on each output of forward and backward, judged by the reference.
+    """Compare each output of forward and backward with the reference; return a `Check` for each.
 
-    The kernels are those chosen for `gpu`; they run on the GPU at hand, and without one compiled
-    for the CPU. `config` replaces every kernel's choice. A wrong output is a `Check` that is not
-    `ok`. A problem that is too large to be checked here is checked at a reduced size, which is
-    said.
+    The kernels are those chosen for `gpu`. They run on the local GPU, or compiled for the CPU on a
+    machine without a GPU. A `config` replaces the choice for every kernel. A wrong output has a
+    `Check` that is not `ok`. If the problem is too large for this machine, a reduced size is
+    checked, which is logged.
     """
     from tilegen.check import verification
     from tilegen.check.sizes import checkable
@@ -259,16 +274,16 @@ def verify(
     chosen = choose(parsed, spec)
     if (smaller := checkable(parsed)) != parsed:
         log.info("too large to be checked here; the same kernels are checked on '%s'", smaller)
-    configs = {kernel: tile or one.config for kernel, one in chosen.items()}
+    configs = {kernel: tile or choice.config for kernel, choice in chosen.items()}
     return verification.verify(smaller, configs)
 
 
 # --------------------------------------------------------------------------------------------------
-# Reading what the verbs and the commands are given
+# Parsing the arguments of verbs and commands
 
 
 def problem_of(given: AttentionProblem | str) -> AttentionProblem:
-    """Return a problem as it is, or the one that a notation describes. Raises InvalidProblem."""
+    """Return a problem unchanged, or parse its notation. Raises InvalidProblem and Unsupported."""
     if isinstance(given, AttentionProblem):
         return given
     if not isinstance(given, str):
@@ -283,18 +298,18 @@ def problems_of(
     given: AttentionProblem | str | Sequence[AttentionProblem | str],
     catalog: Path | str | None = None,
 ) -> list[AttentionProblem]:
-    """Return one or several problems, or those of a catalogue file. Raises InvalidProblem and
+    """Return the problems of an argument, or else of a catalogue file. Raises InvalidProblem and
     Unsupported."""
     from tilegen.catalog import read_catalogue
 
     several = _several(given)
     if bool(several) == bool(catalog):
         raise Unsupported("expected problems or a catalog (--catalog FILE), got both or neither")
-    return read_catalogue(Path(catalog)) if catalog else [problem_of(one) for one in several]
+    return read_catalogue(Path(catalog)) if catalog else [problem_of(item) for item in several]
 
 
 def gpu_of(given: GpuSpec | str | None, fast_memory: int | str | None = None) -> GpuSpec:
-    """Return a GPU as it is or by its name, for None the one at hand or else the H200. Raises
+    """Return a GPU unchanged or by its name; for None, the local GPU or else the H200. Raises
     Unsupported."""
     from tilegen.gpus.spec import GpuSpec, current_gpu, parse_size, with_fast_memory
     from tilegen.gpus.spec import gpu as gpu_named
@@ -312,27 +327,27 @@ def gpu_of(given: GpuSpec | str | None, fast_memory: int | str | None = None) ->
 def gpus_of(
     given: GpuSpec | str | Sequence[GpuSpec | str] | None, arch: str | Sequence[str] = ()
 ) -> list[GpuSpec]:
-    """Return one or several GPUs, or those that stand for architectures. Raises Unsupported."""
+    """Return the GPUs of an argument, or else those that stand for architectures. Raises
+    Unsupported."""
     from tilegen.gpus.spec import gpu_for
 
     archs = _several(arch)
     if given is not None and archs:
         raise Unsupported("expected an arch such as sm_90 or a GPU, got both")
     if archs:
-        return [gpu_for(one) for one in archs]
-    return [gpu_of(one) for one in _several(given)]
+        return [gpu_for(name) for name in archs]
+    return [gpu_of(item) for item in _several(given)]
 
 
 def _several(given: T | Sequence[T]) -> list[T]:
-    """Return the argument as a list; a text or a record is one item."""
+    """Return the argument as a list; a text or a record is a single item."""
     if isinstance(given, list | tuple):
         return list(cast("Sequence[T]", given))
     return [cast("T", given)]
 
 
 def config_of(given: TileConfig | str | None) -> TileConfig | None:
-    """Return a config as it is, or the one that text such as `m128n64w8s3` describes. Raises
-    Unsupported."""
+    """Return a config unchanged, or parse a text such as `m128n64w8s3`. Raises Unsupported."""
     if given is None or isinstance(given, TileConfig):
         return given
     if not isinstance(given, str):
@@ -341,7 +356,7 @@ def config_of(given: TileConfig | str | None) -> TileConfig | None:
 
 
 def kernel_named(name: str) -> Kernel:
-    """Return the kernel of a name. Raises Unsupported."""
+    """Check the name of a kernel, and return it. Raises Unsupported."""
     for kernel in KERNELS:
         if kernel == name:
             return kernel
@@ -349,13 +364,13 @@ def kernel_named(name: str) -> Kernel:
 
 
 def kernel_for(name: str, problem: AttentionProblem, gpu: GpuSpec) -> Kernel:
-    """Return the kernel of a name, and for `forward` the first that a call uses. Raises
+    """Return the kernel with a name; for `forward`, the first kernel that a call uses. Raises
     Unsupported."""
     return kernels_in_use(ALL, problem, gpu)[0] if name == FORWARD else kernel_named(name)
 
 
 def _task(kernel: str, problem: AttentionProblem | str, device: GpuSpec) -> KernelTask:
-    """Return the task of a kernel by its name, or of the first that a call uses."""
+    """Return the task of a kernel by its name; for `forward`, of the first that a call uses."""
     from tilegen.task import KernelTask
 
     parsed = problem_of(problem).normal()
@@ -363,8 +378,8 @@ def _task(kernel: str, problem: AttentionProblem | str, device: GpuSpec) -> Kern
 
 
 def kernels_in_use(name: str, problem: AttentionProblem, gpu: GpuSpec) -> tuple[Kernel, ...]:
-    """Return one kernel, or for `all` those that a call uses: records have a say. Raises
-    Unsupported."""
+    """Return the kernel with a name; for `all`, the kernels that a call uses, which depend on
+    records. Raises Unsupported."""
     from tilegen.choose.families import kernels_used
     from tilegen.choose.records import Records
 
@@ -372,7 +387,8 @@ def kernels_in_use(name: str, problem: AttentionProblem, gpu: GpuSpec) -> tuple[
 
 
 def kernels_named(name: str, problem: AttentionProblem, gpu: GpuSpec) -> tuple[Kernel, ...]:
-    """Return one kernel, or for `all` those that the problem needs. Raises Unsupported."""
+    """Return the kernel with a name; for `all`, the kernels that the problem needs. Raises
+    Unsupported."""
     from tilegen.choose.families import kernels_of
 
     return kernels_of(problem, gpu) if name == ALL else (kernel_named(name),)

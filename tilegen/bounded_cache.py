@@ -1,5 +1,5 @@
-"""Caches of a process: bounded, the least recently used value goes first, and each value is made
-once, by the first thread that asks."""
+"""A bounded cache for a process. The least recently used value is dropped first, and each value is
+computed once, by the first thread that needs it."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 MAX_RECENT = 3
-"""Values that are recalled by facts: layers of a model have one or two kinds of masks."""
+"""Number of objects that `recall` compares: layers of a model have one or two kinds of masks."""
 MAX_USED = 64
-"""Uses of known values that are remembered in order."""
+"""Number of uses, by `known` and `recall`, that are remembered until a value is stored."""
 
 
 class BoundedCache(Generic[K, V]):
-    """Values by key, for many threads, none of which waits for a value of another key."""
+    """Values by key, for many threads. No thread waits for the value of another key."""
 
     def __init__(self, size: int, on_drop: Callable[[V], Any] | None = None) -> None:
-        """`on_drop` gets the values that make room for others."""
+        """Keep at most `size` values; `on_drop` is called with each value that is dropped for
+        another."""
         self._values: OrderedDict[K, V] = OrderedDict()  # the least recently used first
-        self._used: deque[K] = deque(maxlen=MAX_USED)  # since room was made
+        self._used: deque[K] = deque(maxlen=MAX_USED)  # since a value was stored
         self._size = size
         self._making: dict[K, RLock] = {}
         self._lock = Lock()
@@ -34,16 +35,15 @@ class BoundedCache(Generic[K, V]):
         return len(self._values)
 
     def known(self, key: K) -> V | None:
-        """Return the value of a key, None where there is none: `get` without its lock, as hot paths
-        need it."""
+        """Return the value of a key, or None. Unlike `get` it takes no lock, for hot paths."""
         value = self._values.get(key)
         if value is not None:
             self._used.append(key)
         return value
 
     def get(self, key: K, make: Callable[[], V]) -> V:
-        """Return the value of a key, which `make` makes where there is none. What it raises is
-        passed on, and nothing kept."""
+        """Return the value of a key; `make` computes it if it is missing. If `make` raises an
+        error, nothing is stored."""
         with self._lock:
             try:
                 value = self._values[key]
@@ -65,8 +65,10 @@ class BoundedCache(Generic[K, V]):
         return value
 
     def recall(self, facts: Any) -> Any:
-        """Return the object that was noted with equal facts among the last few; None if there is
-        none. For callers whose keys take longer to make than facts to compare."""
+        """Return the object that `note` stored lately with equal facts, or None.
+
+        It serves callers whose keys take longer to compute than facts to compare.
+        """
         for known, key, noted in self._recent:
             if known == facts:
                 self._used.append(key)
@@ -74,12 +76,12 @@ class BoundedCache(Generic[K, V]):
         return None
 
     def note(self, facts: Any, key: K, noted: Any) -> None:
-        """Have `recall` return an object for these facts, which counts as a use of the key."""
-        # One assignment, since other threads may read.
+        """Store an object for `recall`, whose use of the object counts as a use of the key."""
+        # A single assignment, since other threads may read meanwhile.
         self._recent = ((facts, key, noted), *self._recent[: MAX_RECENT - 1])
 
     def clear(self) -> None:
-        """Forget all values."""
+        """Drop all values and noted objects."""
         with self._lock:
             self._values.clear()
             self._recent = ()

@@ -1,4 +1,4 @@
-"""Catalogues: files that list the problems to generate, tune or measure for."""
+"""Catalogues: files that list problems to generate, tune or measure."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ YAML = (".yaml", ".yml")
 
 
 def read_catalogue(path: Path) -> list[AttentionProblem]:
-    """Return the problems of a file, each once, in its order.
+    """Read the problems of a file, each once, in the order of the file.
 
     A text file has one notation per line, and `#` starts a comment. A `.yaml` file has a list of
     notations, or such lists under names: `llama: [hq32 hkv8 q8192 d128 bf16 causal]`. Raises
-    InvalidProblem naming the place, or Unsupported where the file cannot be read.
+    InvalidProblem with the place of the mistake, and Unsupported if the file cannot be read.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -35,14 +35,14 @@ def read_catalogue(path: Path) -> list[AttentionProblem]:
 
 
 def _from_lines(text: str) -> Iterator[tuple[str, str]]:
-    """Yield (place, notation) of a text file."""
+    """Yield the place and text of each notation in a text file."""
     for number, line in enumerate(text.splitlines(), 1):
         if notation := line.split("#")[0].strip():
             yield f"line {number}", notation
 
 
 def _from_yaml(path: Path, text: str) -> Iterator[tuple[str, str]]:
-    """Yield (place, notation) of a YAML file."""
+    """Yield the place and text of each notation in a YAML file."""
     import yaml
 
     try:
@@ -60,5 +60,5 @@ def _notations(value: Any, place: str) -> Iterator[tuple[str, str]]:
     elif isinstance(value, list):
         for index, below in enumerate(cast("list[Any]", value)):
             yield from _notations(below, f"{place}[{index}]")
-    elif value is not None:  # of another type, parsing says what was found
+    elif value is not None:  # parsing refuses values of other types
         yield place or "the whole file", value

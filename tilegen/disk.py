@@ -1,4 +1,4 @@
-"""Files and messages: a file is written whole or not at all, a message is said once."""
+"""Atomic writes of files, and warnings that are logged once."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ MAX_SAID = 1024
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Put `data` at `path` in one step: readers see the old file or the new, even after a crash.
+    """Write a file atomically: readers see the old file or the new, even after a crash.
 
-    Makes the folder. Raises Unsupported when it cannot be written to.
+    The folder is created. Raises Unsupported if the file cannot be written.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_char_device() or path.is_block_device():  # root would put a file in its place
+        if path.is_char_device() or path.is_block_device():  # root could replace it by a file
             raise OSError(errno.ENOTSUP, "expected a file, found a device")
         try:
             with temporary.open("xb") as file:
@@ -39,7 +39,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def cannot_write(path: Path, error: OSError) -> Unsupported:
-    """Return the error for a file that the system would not take."""
+    """Return the error for a file that the system cannot write."""
     return Unsupported(
         f"cannot write {str(path)!r}: {error.strerror}; "
         "choose a folder you can write to (for records and kernels: set TILEGEN_CACHE_DIR)"
@@ -47,7 +47,7 @@ def cannot_write(path: Path, error: OSError) -> Unsupported:
 
 
 def printable(text: str) -> str:
-    """Return a text for a terminal: escape sequences, line ends and bytes that are no text spelt
+    """Escape a text for a terminal: escape sequences, line ends and undecodable bytes are spelt
     out."""
     if text.isprintable():
         return text
@@ -55,7 +55,7 @@ def printable(text: str) -> str:
 
 
 class _SayOnce:
-    """Logs each warning the first time only; of many messages, the last MAX_SAID are remembered."""
+    """Logger that logs each warning once; it remembers the last MAX_SAID messages."""
 
     def __init__(self) -> None:
         self._said: BoundedCache[str, None] = BoundedCache(MAX_SAID)
@@ -64,7 +64,7 @@ class _SayOnce:
         self._said.get(message, lambda: log.warning(message))
 
     def cache_clear(self) -> None:
-        """Forget what was said."""
+        """Forget all messages, so that they are logged again."""
         self._said.clear()
 
 

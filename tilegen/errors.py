@@ -1,8 +1,9 @@
-"""Every error tilegen raises on purpose; each says what was expected, found, and what to do."""
+"""All errors that tilegen raises on purpose. Messages name what was expected, what was found, and
+what to do."""
 
 
 class TilegenError(Exception):
-    """Base class: `except TilegenError` catches everything below."""
+    """Base class: `except TilegenError` catches all errors of tilegen."""
 
 
 class InvalidProblem(TilegenError, ValueError):
@@ -14,16 +15,18 @@ class Unsupported(TilegenError):
 
 
 class BuildFailed(TilegenError):
-    """Triton could not compile an emitted kernel."""
+    """An emitted kernel could not be compiled, or its binary could not be loaded or launched."""
 
 
 class WrongResult(TilegenError):
-    """A kernel disagrees with the reference by more than the tolerance rule allows."""
+    """A kernel disagrees with the reference by more than the tolerance rule allows, or reads or
+    writes outside its tensors (found by TILEGEN_CHECK=bounds)."""
 
 
 class NoRecord(TilegenError):
-    """No tuning record matches; the message names the closest ones and how they differ."""
+    """There is no tuning record for a problem, or tuning found no config that runs."""
 
 
 class InvalidRecord(TilegenError, ValueError):
-    """A record file that cannot be trusted: unreadable, ill-typed or out of range."""
+    """A file of records, trials or a manifest that cannot be used: unreadable, not JSON, or with a
+    field that is missing, ill-typed or out of range."""

@@ -1,9 +1,9 @@
-"""Files that nobody else can have written, the only ones that code is taken from.
+"""Files that no other user can have written. Code is imported from such files only.
 
-The rule is that of ssh for its keys: the file and all folders above it belong to this user or to
-root, and nobody else may write to them. Two kinds of folders are let pass although others may write
-to them: those where only owners may rename and delete, such as /tmp, and those of a group that has
-no other member.
+The rule is ssh's rule for keys: the file and all folders above it belong to this user or to root,
+and nobody else may write to them. Two kinds of folders are accepted although others may write to
+them: folders where only owners may rename and delete, such as /tmp, and folders of a group without
+other members.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ ROOT = 0
 
 
 class NotPrivate(Exception):
-    """Somebody else could have written the file; the message names the path and says why."""
+    """A file that another user could have written; the message names the path and the reason."""
 
 
 def check_private(path: Path) -> None:
-    """Raise NotPrivate if others could have written what lies at `path`, or could put it there.
+    """Check that no other user could have written or created the file at `path`.
 
-    What does not exist yet is in order. Links are followed first.
+    A path that does not exist is accepted. Links are followed first. Raises NotPrivate.
     """
     real = Path(os.path.realpath(path))
-    closed = False  # whether only this user gets past one of the folders above
-    for one in (*reversed(real.parents), real):
+    is_closed = False  # True below a folder that other users cannot enter
+    for part in (*reversed(real.parents), real):
         try:
-            found = one.lstat()
+            info = part.lstat()
         except FileNotFoundError:
             return
         except OSError as error:
-            raise NotPrivate(f"{str(one)!r} cannot be examined: {error.strerror}") from None
-        if found.st_uid not in (ROOT, os.geteuid()):
-            raise NotPrivate(f"{str(one)!r} belongs to {_user(found.st_uid)}")
-        if not closed and (who := _others_who_may_write(found)):
-            raise NotPrivate(f"{str(one)!r} can be written to by {who}")
-        closed |= stat.S_ISDIR(found.st_mode) and not found.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
+            raise NotPrivate(f"{str(part)!r} cannot be examined: {error.strerror}") from None
+        if info.st_uid not in (ROOT, os.geteuid()):
+            raise NotPrivate(f"{str(part)!r} belongs to {_user(info.st_uid)}")
+        if not is_closed and (others := _others_who_may_write(info)):
+            raise NotPrivate(f"{str(part)!r} can be written to by {others}")
+        is_closed |= stat.S_ISDIR(info.st_mode) and not info.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
 
 
 def read_private(path: Path) -> bytes | None:
     """Read a private file; None if there is none. Raises NotPrivate."""
     check_private(path)
     try:
-        # Without O_NONBLOCK, opening a pipe that nobody writes to would wait for ever.
+        # Without O_NONBLOCK, opening a pipe without a writer would block forever.
         handle = os.open(os.path.realpath(path), os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
     except FileNotFoundError:
         return None
@@ -62,19 +62,20 @@ def read_private(path: Path) -> bytes | None:
         os.close(handle)
 
 
-def _others_who_may_write(found: os.stat_result) -> str:
-    mode = found.st_mode
+def _others_who_may_write(info: os.stat_result) -> str:
+    """Name the other users who may write to a file or folder; empty if there are none."""
+    mode = info.st_mode
     if stat.S_ISDIR(mode) and mode & stat.S_ISVTX:
         return ""
     if mode & stat.S_IWOTH:
         return "anybody"
-    if mode & stat.S_IWGRP and not _is_own_group(found.st_gid):
-        return f"group {_group(found.st_gid)}"
+    if mode & stat.S_IWGRP and not _is_own_group(info.st_gid):
+        return f"group {_group(info.st_gid)}"
     return ""
 
 
 def _is_own_group(gid: int) -> bool:
-    """True for a group with this user as its only member, as many systems make for each user."""
+    """Return True if this user is a group's only member; many systems create such groups."""
     try:
         user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
     except KeyError:

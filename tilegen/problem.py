@@ -24,32 +24,32 @@ MAX_HEAD_DIM: dict[str, int] = {"fp16": 1024, "bf16": 1024, "fp32": 512}
 MAX_LENGTH = 2**28  # row and column indices in kernels are 32-bit, and masks add a few of them
 MAX_HEADS = 2**20
 PAGES = tuple(1 << i for i in range(9))
-"""Keys that a page of a cache may hold."""
+"""Numbers of keys that a page of a cache may have."""
 MAX_DIGITS = 12
 
 
 INVARIANT = 1, 16, 8192
-"""Batch, queries and keys for which the kernels of all batch-invariant problems are chosen."""
+"""Batch, queries and keys of the size for which kernels of batch-invariant problems are chosen."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionProblem:
-    """One attention call: `softmax(q k^T * scale + mask) v` and its gradients.
+    """An attention call: `softmax(q k^T * scale + mask) v` and its gradients.
 
     Shapes are (batch, heads, seqlen, head_dim) as in PyTorch SDPA. `num_heads_q` is a multiple of
     `num_heads_kv`; query head h reads key-value head `h // group_size`.
     """
 
     batch: int = 1
-    """Sequences computed together."""
+    """Number of sequences."""
     num_heads_q: int
-    """Query heads, a multiple of the key-value heads."""
+    """Number of query heads, a multiple of the number of key-value heads."""
     num_heads_kv: int
-    """Key-value heads."""
+    """Number of key-value heads."""
     seqlen_q: int
-    """Queries of each head."""
+    """Number of queries of each head."""
     seqlen_kv: int
-    """Keys of each head."""
+    """Number of keys of each head."""
     head_dim_qk: int
     """Width of a query and of a key [elements]."""
     head_dim_v: int
@@ -57,18 +57,18 @@ class AttentionProblem:
     dtype: DType
     """Type of q, k and v: fp16, bf16 or fp32."""
     mask: Mask = field(default_factory=full)
-    """The (query, key) pairs that count; by default all."""
+    """The pairs (query, key) that are computed; by default all."""
     score: ScoreForm | None = None
-    """Change of the scores after scaling; None where they stay as they are."""
+    """Change of the scores after scaling; None for no change."""
     dropout: bool = False
-    """True: weights are dropped, with a probability that only a call knows."""
+    """True if weights are dropped; the probability is an argument of each call."""
     invariant: bool = False
-    """True: the result of a row depends on its own request only (batch-invariant)."""
+    """True if the result of a row depends on its own request only (batch-invariant)."""
     page: int = 0
-    """Keys of a page, where keys and values lie in the pages of a cache; 0: they lie whole."""
+    """Number of keys in a page, if keys and values are in the pages of a cache; 0 without pages."""
     latent: bool = False
-    """True: values are the first columns of keys, as in multi-head latent attention in its absorbed
-    form (DeepSeek-V2, arXiv 2405.04434). The forward loads them once."""
+    """True if values are the first columns of keys, as in the absorbed form of multi-head latent
+    attention (DeepSeek-V2, arXiv 2405.04434). The forward then loads these columns once."""
 
     def __post_init__(self) -> None:
         _check_range("batch", self.batch, 1, MAX_HEADS)
@@ -111,28 +111,28 @@ class AttentionProblem:
 
     @property
     def pair_lse(self) -> bool:
-        """True: kernels keep a row's lse as two numbers, (batch, heads, 2, seqlen_q), since a
+        """True if kernels store the lse of a row as two numbers, (batch, heads, 2, seqlen_q). A
         changed score may shift a row so far from 0 that fp32 loses the logarithm of its sum."""
         return self.score is not None and self.score.changes
 
     @property
     def group_size(self) -> int:
-        """Query heads that share one key-value head."""
+        """Number of query heads that share a key-value head."""
         return self.num_heads_q // self.num_heads_kv
 
     @property
     def head_dims(self) -> dict[Dim, int]:
-        """The head dims by their names: `qk` of q and k, `v` of v and out."""
+        """Head dims by name: `qk` for q and k, `v` for v and out."""
         return {"qk": self.head_dim_qk, "v": self.head_dim_v}
 
     @property
     def shape(self) -> Shape:
-        """The sizes that masks and scores depend on."""
+        """Sizes that masks and scores depend on."""
         return Shape(self.batch, self.num_heads_q, self.seqlen_q, self.seqlen_kv)
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of one element of q, k, v and out."""
+        """Size of an element of q, k, v and out [bytes]."""
         return DTYPE_BYTES[self.dtype]
 
     @property
@@ -158,11 +158,11 @@ class AttentionProblem:
         return self.key
 
     def normal(self) -> AttentionProblem:
-        """Return the problem that a call computes in the place of this one: mostly the same.
+        """Return the normal form, which calls compute instead; for most problems the same problem.
 
-        A dilated mask is computed in groups of rows and columns with one remainder, each a batch
-        entry of its own under the rest of the mask (see masks/dilation.py). A mask of keys in pages
-        needs no lists of tiles (see masks/unlisted.py).
+        With a dilated mask, the rows and columns of each remainder form a group. Each group becomes
+        a batch entry, under the rest of the mask (see masks/dilation.py). With keys in pages, the
+        mask is rewritten so that it needs no lists of tiles (see masks/unlisted.py).
         """
         if self.page:
             return self if is_surely_solved(self.mask) else self._without_lists()
@@ -179,31 +179,31 @@ class AttentionProblem:
         )
 
     def _without_lists(self) -> AttentionProblem:
-        from tilegen.masks.source import unlisted  # loads SymPy
+        from tilegen.masks.source import unlisted  # imports SymPy
 
         mask = unlisted(self.mask)
         return self if mask is self.mask else replace(self, mask=mask)
 
     @property
     def rewriting(self) -> str:
-        """A line that says what the problem is rewritten to; empty where it is in normal form."""
+        """One line that describes the normal form; empty if the problem is in normal form."""
         if (normal := self.normal()) is self:
             return ""
         return f"mask {self.mask} rewritten: what is computed is '{normal}'"
 
     @property
     def bucket(self) -> AttentionProblem:
-        """The problem that stands for this one in records: in normal form, and rounded.
+        """The problem that stands for this problem in records: its normal form, rounded.
 
-        Lengths are run-time arguments of a kernel, so a choice made for a bucket is correct for all
-        of it.
+        Lengths are run-time arguments of kernels, so a choice for a bucket is correct for all
+        problems in it.
         """
         return self.normal().rounded
 
     @property
     def rounded(self) -> AttentionProblem:
-        """The same problem with batch and lengths rounded up to powers of two; kernels of
-        batch-invariant problems are chosen for INVARIANT sizes."""
+        """This problem with batch and lengths rounded up to powers of two. All batch-invariant
+        problems get the batch and lengths of INVARIANT."""
         if self.invariant:
             batch, rows, columns = INVARIANT
             return replace(self, batch=batch, seqlen_q=rows, seqlen_kv=columns)
@@ -216,13 +216,12 @@ class AttentionProblem:
 
     @classmethod
     def parse(cls, text: str) -> AttentionProblem:
-        """Return the problem that `b4 hq32 hkv8 q4096 kv4096 d128 bf16 causal` describes.
+        """Parse the notation of a problem, such as `b4 hq32 hkv8 q4096 kv4096 d128 bf16 causal`.
 
         `b` defaults to 1, `hkv` to `hq`, `kv` to `q`, the mask to `full`; `d192/128` gives
-        head_dim_qk/head_dim_v. With `dropout` weights are dropped, with `invariant` results do not
-        depend on the batch, with `page16` keys and values lie in pages of 16 keys, and with
-        `latent` values are the first columns of keys.
-        Raises InvalidProblem or Unsupported.
+        head_dim_qk and head_dim_v. With `dropout` weights are dropped, with `invariant` results do
+        not depend on the batch, with `page16` keys and values are in pages of 16 keys, and with
+        `latent` values are the first columns of keys. Raises InvalidProblem or Unsupported.
         """
         if not isinstance(text, str):
             raise InvalidProblem(f"expected the notation of a problem, got {type(text).__name__}")
@@ -246,29 +245,29 @@ class AttentionProblem:
             else:
                 masks.append(token)
         missing = [name for name in ("hq", "q", "d") if name not in numbers]
-        # No mask's name ends in digits: fp8, int4 and k4096 were meant as something else.
+        # No mask's name ends in digits: words such as fp8, int4 and k4096 are mistakes.
         strange = [repr(word) for word in masks if re.fullmatch(r"[^()]*[0-9]", word)]
         is_no_part = f"; {strange[0]} is no part of one" if strange else ""
         if missing:
-            what = f"no {missing[0]}N{is_no_part}"
+            trouble = f"no {missing[0]}N{is_no_part}"
         elif not dtypes:
-            what = f"no dtype, which is one of {', '.join(DTYPE_BYTES)}{is_no_part}"
+            trouble = f"no dtype, which is one of {', '.join(DTYPE_BYTES)}{is_no_part}"
         elif len(dtypes) > 1:
-            what = f"two dtypes, {dtypes[0]} and {dtypes[1]}"
+            trouble = f"two dtypes, {dtypes[0]} and {dtypes[1]}"
         elif strange:
-            what = is_no_part[2:]
+            trouble = is_no_part[2:]
         elif len(masks) > 1:
-            what = f"two masks, {masks[0]} and {masks[1]}; join them by &, | and ~"
+            trouble = f"two masks, {masks[0]} and {masks[1]}; join them by &, | and ~"
         elif len(scores) > 1:
-            what = "two scores"
-        elif twice := next((word for word, found in words.items() if len(found) > 1), ""):
-            what = f"the word {twice} twice"
+            trouble = "two scores"
+        elif twice := next((word for word, tokens in words.items() if len(tokens) > 1), ""):
+            trouble = f"the word {twice} twice"
         else:
-            what = ""
-        if what:
+            trouble = ""
+        if trouble:
             raise InvalidProblem(
                 "expected a problem such as 'b4 hq32 hkv8 q4096 kv4096 d128 bf16 causal', "
-                f"got {text!r}: {what}"
+                f"got {text!r}: {trouble}"
             )
         return cls(
             batch=numbers.get("b", 1),
@@ -289,8 +288,10 @@ class AttentionProblem:
 
 
 def _tokens(text: str) -> list[str]:
-    """Split at white space, but not inside a mask or a score: `causal & ~window(4095, 0)` is one
-    token, and so is `score(s * 2)`."""
+    """Split a notation at white space, but not inside a mask or a score.
+
+    `causal & ~window(4095, 0)` is a single token, and so is `score(s * 2)`.
+    """
     text = re.sub(r"\s*([&|,])\s*", r"\1", text.strip())
     text = re.sub(r"(?<=~)\s+", "", text)
     depth, tokens = 0, ""

@@ -1,4 +1,4 @@
-"""Where the files that ship with tilegen are: the templates and the shipped records."""
+"""Folders of files that ship with tilegen: templates and records."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tilegen.errors import Unsupported
 
 
 def data_dir(name: Literal["templates", "cache"]) -> Path:
-    """Return where the templates or the shipped records are. Raises Unsupported."""
+    """Return the folder of the templates or of the shipped records. Raises Unsupported."""
     package = Path(str(files("tilegen")))
     installed, checkout = package / "_data" / name, package.parent / name
     for folder in (installed, checkout):

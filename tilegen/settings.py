@@ -1,4 +1,4 @@
-"""The settings, all read from the environment, all read here."""
+"""The settings of tilegen, which only this module reads from the environment."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ BOUNDS = "bounds"
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The settings that environment variables hold."""
+    """The settings, each from an environment variable."""
 
     cache_dir: Path
-    """TILEGEN_CACHE_DIR: the own directory, with records, trials, emitted kernels and what the
-    compiler said of them."""
+    """TILEGEN_CACHE_DIR: the local cache, with records, trials, emitted kernels and results of the
+    compiler."""
     cache_path: tuple[str, ...]
     """TILEGEN_CACHE_PATH: more locations of records, folders or URLs, in search order."""
     tune: bool
-    """TILEGEN_TUNE: whether `attention` may tune a problem that has no record."""
+    """TILEGEN_TUNE: `attention` tunes a problem that has no measured record."""
     deterministic: bool
     """TILEGEN_DETERMINISTIC: choose by records and model only, so that all ranks agree."""
     check: bool
-    """TILEGEN_CHECK=1: look at the values of tensors on a GPU at every call, which waits for it."""
+    """TILEGEN_CHECK=1: check values of tensors on a GPU at every call, which waits for the GPU."""
     check_bounds: bool
     """TILEGEN_CHECK=bounds: kernels compiled for the CPU compare each address with its tensor."""
     cpu: str
-    """TILEGEN_CPU: `kernels` runs calls on CPU tensors by kernels compiled for the CPU, `torch` by
-    PyTorch. Empty: by kernels where they can be compiled."""
+    """TILEGEN_CPU: `kernels` computes calls on CPU tensors with kernels compiled for the CPU,
+    `torch` with PyTorch. Empty: with kernels, or with PyTorch if they cannot be compiled."""
     batch_invariant: bool
-    """TILEGEN_BATCH_INVARIANT: whether the forward of a request gives the same bits whatever else
-    is in its batch, however its prompt is cut into chunks, and wherever its keys lie."""
+    """TILEGEN_BATCH_INVARIANT: a request's forward gives the same bits, whatever else is in the
+    batch, however its prompt is cut into chunks, and wherever its keys are stored."""
     libraries: bool
-    """TILEGEN_LIBRARIES: whether PyTorch's own kernels are tuned too, and used where they were
+    """TILEGEN_LIBRARIES: PyTorch's own kernels are tuned too, and used for a pass if they were
     measured to be faster."""
 
 
 def settings(environ: Mapping[str, str] | None = None) -> Settings:
-    """Read the settings from the environment. Raises Unsupported naming the variable."""
+    """Read the settings from the environment. Raises Unsupported, with the variable's name."""
     env = os.environ if environ is None else environ
     return Settings(
         cache_dir=_directory(env[CACHE_DIR]) if env.get(CACHE_DIR) else _default_directory(env),
@@ -68,11 +68,11 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
 
 
 def checks() -> bool:
-    """Read `settings().check` anew, as every call does. Raises Unsupported."""
-    # `os.environ` raises and catches an error for what is not set, which takes twenty times as long
-    # as a look at what it holds. Python does not document that; where it is missing, `get` serves.
-    held = getattr(os.environ, "_data", None)
-    if held is not None and _CHECK_KEY not in held:
+    """Read `settings().check` alone, fast enough for every call. Raises Unsupported."""
+    # For a variable that is not set, `os.environ.get` raises and catches an error, which takes
+    # twenty times as long as a look-up in its undocumented dict. Without that dict, use `get`.
+    encoded = getattr(os.environ, "_data", None)
+    if encoded is not None and _CHECK_KEY not in encoded:
         return False
     return _checks(os.environ.get(CHECK, ""))
 
@@ -90,17 +90,17 @@ def _cpu(text: str) -> str:
 
 
 _CHECK_KEY: Any = getattr(os.environ, "encodekey", str)(CHECK)
-"""TILEGEN_CHECK as `os.environ` holds it."""
+"""TILEGEN_CHECK in the encoding of `os.environ`."""
 
 
 def place(text: str) -> str:
-    """Return a URL as it is, a folder as an absolute path. Raises Unsupported."""
+    """Return a URL unchanged, and a folder as an absolute path. Raises Unsupported."""
     return text if "://" in text else str(_directory(text))
 
 
 def _default_directory(env: Mapping[str, str]) -> Path:
     base = Path(env.get("XDG_CACHE_HOME", ""))
-    # The XDG specification has relative paths ignored.
+    # By the XDG specification, relative paths are ignored.
     return (base if base.is_absolute() else _directory("~/.cache")) / "tilegen"
 
 

@@ -1,5 +1,5 @@
-"""SymPy promises nothing to several threads: tracing, proposing and rendering are done by one at a
-time, in the whole process."""
+"""The lock of a process for symbolic work. SymPy is not thread-safe, so only one thread at a time
+traces, proposes or renders."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ lock = RLock()
 
 
 def one_at_a_time(function: Callable[P, T]) -> Callable[P, T]:
-    """Return a function that holds the lock while it runs."""
+    """Decorate a function to hold the lock while it runs."""
 
     @functools.wraps(function)
     def locked(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -29,10 +29,10 @@ def one_at_a_time(function: Callable[P, T]) -> Callable[P, T]:
 
 @contextmanager
 def tracing() -> Generator[None]:
-    """Hold the lock, and let an `autograd.Function` mark traced values as it marks tensors.
+    """Hold the lock, and let an `autograd.Function` mark traced values as non-differentiable.
 
-    PyTorch refuses what is no tensor there; marks mean nothing to a trace, which takes the
-    derivative itself. Marks of tensors, which other threads may set meanwhile, stay.
+    PyTorch allows such marks for tensors only. A trace ignores marks, since it differentiates by
+    itself. Marks of tensors still work, as other threads may set them meanwhile.
     """
     import torch
     from torch.autograd.function import FunctionCtx
@@ -41,7 +41,7 @@ def tracing() -> Generator[None]:
         original = FunctionCtx.mark_non_differentiable
 
         def mark(self: Any, *marked: Any) -> None:
-            original(self, *(one for one in marked if isinstance(one, torch.Tensor)))
+            original(self, *(value for value in marked if isinstance(value, torch.Tensor)))
 
         FunctionCtx.mark_non_differentiable = mark
         try:
