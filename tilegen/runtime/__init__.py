@@ -1,2 +1,2 @@
-"""From the tensors of a call to its plan: the facts of a call (`call`), the plans of calls alike
-(`plans`, `dispatch`), and the same for pages."""
+"""Plan a call from its tensors: facts of the call (`call`), cached plans (`plans`), execution
+(`dispatch`), and the same for paged caches."""

@@ -1,4 +1,4 @@
-"""Facts of a call: its score, its problem, the key of its plan, and its description in errors."""
+"""Facts of a call: its score, its problem, its plan-cache key and its description in errors."""
 
 from __future__ import annotations
 
@@ -34,13 +34,14 @@ AXES = "batch, heads, seqlen, head_dim"
 """The dimensions of q, k and v."""
 MAX_PROGRAMS = 2**31 - 1  # CUDA's limit on a one-dimensional grid
 MAX_SCALE = torch.finfo(torch.float32).max / math.log2(math.e)
-"""Kernels multiply a scale by log2(e)."""
+"""Largest scale that fp32 still holds after kernels have multiplied it by log2(e)."""
 ScoreFunction = Callable[..., Any]
 """A function of (score, b, h, q_idx, kv_idx), as FlexAttention's score_mod is."""
 
 
 def score_of(score: Score | ScoreFunction | None) -> Score | None:
-    """Return a score as given, or traced from a function, once while what it reads is the same."""
+    """Return a score, tracing functions. A trace is reused while the tensors it reads are the
+    same."""
     if score is None or isinstance(score, Score):
         return score and score.anew()
     scores.check_function(score)
@@ -51,8 +52,8 @@ _traces = Traces(scores.traced)
 
 
 def facts_of(q: Any, k: Any, v: Any, changes: Changes) -> tuple[Any, ...]:
-    """Return all that the plan of a call depends on. Raises InvalidProblem for what is no tensor,
-    and for what is no mask."""
+    """Return everything that the plan of a call depends on. Raises InvalidProblem if q, k or v is
+    not a dense tensor, or the mask is not a mask."""
     kind, form = changes.kind, None if changes.score is None else form_of(changes)
     lengths = changes.kv_lengths
     try:
@@ -67,7 +68,7 @@ def facts_of(q: Any, k: Any, v: Any, changes: Changes) -> tuple[Any, ...]:
             lengths.device,
             lengths.is_contiguous(),
         )
-    except (AttributeError, RuntimeError):  # RuntimeError: sparse, nested and such
+    except (AttributeError, RuntimeError):  # RuntimeError: sparse and nested tensors
         if lengths is not None:
             check_kv_lengths(lengths)
         names = ", ".join(_kind(x) for x in (q, k, v))
@@ -78,12 +79,12 @@ def facts_of(q: Any, k: Any, v: Any, changes: Changes) -> tuple[Any, ...]:
 
 
 def call_key(facts: tuple[Any, ...]) -> Any:
-    """Return the plan-cache key of a call from its facts. Lengths enter as power-of-two buckets,
-    strides and addresses by whether kernels can take them as they are."""
+    """Return the plan-cache key of a call from its facts. Lengths enter as power-of-two buckets.
+    Strides and addresses enter only as far as kernels depend on them."""
     shapes, strides, dtypes, devices, offset, is_shared, asked = facts
     q_shape, k_shape, v_shape = shapes
     if not len(q_shape) == len(k_shape) == len(v_shape) == 4:
-        return facts  # looked at closely
+        return facts  # not a usual call: no two calls share a plan
     batch, heads, rows, width = q_shape
     k_batch, heads_kv, columns, k_width = k_shape
     v_batch, v_heads, v_columns, v_width = v_shape
@@ -103,10 +104,10 @@ def call_key(facts: tuple[Any, ...]) -> Any:
     ):
         return facts
     unit = (qb | qh | qm | kb | kh | kn | vb | vh | vn) % VECTOR_BYTES
-    if unit:  # perhaps of dimensions of size 1, whose strides say nothing
+    if unit:  # ignore strides of dimensions of size 1: they are arbitrary
         sizes = (size for shape in shapes for size in shape[:3])
-        found = zip(sizes, (qb, qh, qm, kb, kh, kn, vb, vh, vn), strict=True)
-        unit = reduce(or_, (0 if n == 1 else stride for n, stride in found)) % VECTOR_BYTES
+        pairs = zip(sizes, (qb, qh, qm, kb, kh, kn, vb, vh, vn), strict=True)
+        unit = reduce(or_, (0 if n == 1 else stride for n, stride in pairs)) % VECTOR_BYTES
     expanded = not (qb and qh and qm and kb and kh and kn and vb and vh and vn)
     sizes = batch, heads, heads_kv, width, v_width
     lengths = (rows - 1).bit_length(), (columns - 1).bit_length()
@@ -115,8 +116,8 @@ def call_key(facts: tuple[Any, ...]) -> Any:
 
 
 def form_of(changes: Changes) -> ScoreForm | None:
-    """Return the form of a score that kernels are specialised on. Nothing is trained where
-    gradients are off."""
+    """Return the part of a score that kernels are specialised on. Where gradients are off, no
+    tensor of the score is trained."""
     if changes.score is None:
         return None
     form = changes.score.form
@@ -163,22 +164,24 @@ def problem_of(
 
 
 def check_axes(name: str, x: Any, axes: str) -> None:
-    """Raise InvalidProblem unless x is a tensor with a dimension for each of the `axes` that commas
-    part."""
+    """Raise InvalidProblem unless x is a tensor with one dimension per name in the comma-separated
+    `axes`."""
     if not isinstance(x, torch.Tensor) or x.ndim != axes.count(",") + 1:
         raise InvalidProblem(f"{name} must be a tensor ({axes}), got {shown(x)}")
 
 
 def values_in_keys(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether values are the first columns of the keys of one head that several query heads share,
-    as `k[..., :512]` is in absorbed multi-head latent attention: they are not loaded again."""
+    """Check whether values are the first columns of one head's keys, shared by several query heads.
+
+    Absorbed multi-head latent attention passes such values, `k[..., :512]`. Kernels load them once.
+    """
     same = k.data_ptr() == v.data_ptr() and k.stride() == v.stride()
     return same and k.shape[1] == 1 < q.shape[1] and shares_columns(k.shape[-1], v.shape[-1])
 
 
 def checked_scale(scale: float) -> float:
-    """Return the scale as a float. Raises InvalidProblem unless it is a number that fp32 holds, in
-    base 2 as well."""
+    """Return the scale as a float. Raises InvalidProblem unless it is a finite number that fp32
+    holds after a multiplication by log2(e)."""
     if isinstance(scale, bool) or not isinstance(scale, Real) or not math.isfinite(scale):
         raise InvalidProblem(f"scale must be a finite number, got {scale!r}")
     if abs(scale) > MAX_SCALE:
@@ -187,15 +190,15 @@ def checked_scale(scale: float) -> float:
 
 
 def dropout_of(dropout_p: float, q: Any) -> Dropout | None:
-    """Draw the dropout of a call with these queries; None where nothing is dropped. Raises
-    InvalidProblem unless the probability is a number 0..1."""
+    """Draw the dropout of a call; None if nothing is dropped. Raises InvalidProblem unless the
+    probability is a number 0..1."""
     is_number = isinstance(dropout_p, Real) and not isinstance(dropout_p, bool)
     if not is_number or not 0 <= dropout_p <= 1:
         raise InvalidProblem(
             "dropout_p must be a number 0..1, the probability that a weight is dropped, "
             f"got {dropout_p!r}"
         )
-    if not dropout_p or not isinstance(q, torch.Tensor):  # which others refuse
+    if not dropout_p or not isinstance(q, torch.Tensor):  # a q of another type is rejected later
         return None
     return Dropout.drawn(float(dropout_p), q.device)
 
@@ -209,22 +212,22 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def autocast(x: Any, dtype: torch.dtype) -> Any:
-    """Return a tensor as torch.autocast casts those of PyTorch's attention: floats, but for
+    """Cast a tensor as torch.autocast casts inputs of PyTorch's attention: all floats except
     fp64."""
     return x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype in DTYPES else x
 
 
 def is_narrow(q: Any, k: Any, v: Any) -> bool:
-    """Whether head dims that fit together are less than kernels need."""
+    """Check whether the head dims of q, k and v match, but are smaller than kernels support."""
     try:
         width, values = q.shape[3], v.shape[3]
         return 0 < min(width, values) < MIN_HEAD_DIM and width == k.shape[3]
-    except (AttributeError, IndexError):  # no tensors of four dimensions, which others refuse
+    except (AttributeError, IndexError):  # not tensors of four dimensions, rejected later
         return False
 
 
 def widened(x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with zeros up to the least head dim of kernels."""
+    """Pad the head dim of a tensor with zeros to the smallest that kernels support."""
     return torch.nn.functional.pad(x, (0, max(0, MIN_HEAD_DIM - x.shape[3])))
 
 
@@ -243,7 +246,7 @@ def shown(value: Any) -> str:
 def describe(
     q: Any, k: Any, v: Any, mask: Any, score: Any, kv_lengths: Any, scale: Any, dropout_p: Any = 0
 ) -> str:
-    """Return the call in a line, for errors."""
+    """Describe a call in one line, for errors."""
     shapes = (f"{name} {shown(x)}" for name, x in (("q", q), ("k", k), ("v", v)))
     named = mask if mask is None or isinstance(mask, Mask) else type(mask).__name__
     changed = "" if score is None else f", score {getattr(score, '__name__', score)}"

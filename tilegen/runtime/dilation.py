@@ -1,4 +1,4 @@
-"""Tensors of a dilated mask regrouped by the remainder of their rows: see masks/dilation.py."""
+"""Regroup tensors for a dilated mask by the remainder of their rows: see masks/dilation.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import torch
 
 
 def group(x: torch.Tensor, step: int) -> torch.Tensor:
-    """Return (batch * step, heads, ceil(seqlen / step), dim): batch b's group r is b * step + r."""
+    """Regroup x to (batch * step, heads, ceil(seqlen / step), dim).
+
+    Group r of batch entry b, the rows with remainder r, becomes entry b * step + r.
+    """
     batch, heads, seqlen, dim = x.shape
     if seqlen % step:
         x = torch.nn.functional.pad(x, (0, 0, 0, -seqlen % step))
@@ -15,6 +18,6 @@ def group(x: torch.Tensor, step: int) -> torch.Tensor:
 
 
 def ungroup(x: torch.Tensor, step: int, seqlen: int) -> torch.Tensor:
-    """Undo `group`: (batch, heads, seqlen, ...)."""
+    """Undo `group`; return (batch, heads, seqlen, ...)."""
     x = x.unflatten(0, (-1, step)).movedim(1, 3)
     return x.flatten(2, 3)[:, :, :seqlen]

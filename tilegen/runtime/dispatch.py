@@ -1,7 +1,7 @@
-"""A call of `attention`: its kernels, chosen when a call of its kind is first made.
+"""Run a call of `attention` by a plan, which the first call of a kind makes.
 
-The first call of a kind picks configs (records, then the model) and loads the emitted kernels;
-every further one is a dictionary look-up and a launch.
+The first call of a kind chooses configs, from records or by the model, and loads the emitted
+kernels. Every further call is a dictionary look-up and a launch.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from tilegen.settings import BATCH_INVARIANT
 def planned(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Changes, scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, lse), by the plan of a call's kind."""
+    """Compute (out, lse) by the plan of calls of this kind."""
     plan = plan_of(q, k, v, changes)
     factor = plan.default_scale if scale is None else checked_scale(scale)
     if factor < 0:  # kernels take a row's maximum before scaling: the scale must keep the order
@@ -57,19 +57,19 @@ def planned(
         check_fit(changes.given, changes.score, Shape.of(q, k))
     if changes.kv_lengths is not None and not plan.rewrites:
         check_columns(changes.kv_lengths, k.shape[2])
-    found = plan.run(q, k, v, factor, changes)
-    return found if changes.score is None or plan.rewrites else reaching(*found, changes.score)
+    result = plan.run(q, k, v, factor, changes)
+    return result if changes.score is None or plan.rewrites else reaching(*result, changes.score)
 
 
 def plan_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Changes) -> Plan:
-    """Return how calls of a call's kind are computed, decided when the first is made."""
+    """Return the plan of calls of this kind, making it for the first call."""
     facts = facts_of(q, k, v, changes)
     recent: Plan | None = plans.by_call.recall(facts)
-    if recent is not None:  # as in a layer before
+    if recent is not None:  # the same facts as a recent call, usually that of the layer before
         return recent
     key = call_key(facts)
-    found: Plan | None = plans.by_call.known(key)
-    plan = found or plans.by_call.get(key, partial(_new_plan, q, k, v, changes))
+    known: Plan | None = plans.by_call.known(key)
+    plan = known or plans.by_call.get(key, partial(_new_plan, q, k, v, changes))
     plans.by_call.note(facts, key, plan)
     return plan
 
@@ -79,23 +79,23 @@ Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, Changes], tuple
 
 @dataclass(frozen=True)
 class Plan:
-    """Plan of calls of one kind: all that their key determines, decided once."""
+    """The plan of calls of one kind: everything that the plan-cache key determines."""
 
     run: Run
     default_scale: float
     rewrites: bool = False
-    """Whether the call is brought into another form, which has a plan of its own."""
+    """Whether `run` rewrites the call into another call, which has a plan too."""
     kernels: Kernels | None = None
-    """The kernels of calls that run them as they are given: nothing is copied or rewritten."""
+    """The kernels, if `run` launches them on the call's tensors; None if it copies or rewrites."""
     checks_fit: bool = False
-    """Whether sizes may not fit the mask or the score, which only a call shows."""
+    """Whether each call must check that the mask and the score fit its sizes."""
 
 
 def _rewritten(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Changes
 ) -> tuple[Run, float] | None:
-    """Return how a call is computed that is not in the form that kernels are for, and its default
-    scale; None for one that is."""
+    """Return a function that rewrites a call that kernels cannot run as it is, and the default
+    scale. Returns None if no rewrite is needed."""
     default = q.shape[-1] ** -0.5 if q.ndim and q.shape[-1] else 1.0
     if (dtype := autocast_dtype(q.device)) is not None:
         return partial(_cast, dtype), default
@@ -103,7 +103,7 @@ def _rewritten(
         return _widened, default
     text = changes.score.text if changes.score else ""
     if q.ndim and (step := step_of(changes.kind.mask, text, q.shape[0])) > 1:
-        problem_of(q, k, v, changes)  # which refuses what does not fit together
+        problem_of(q, k, v, changes)  # raises if the tensors do not fit together
         return partial(_regrouped, step), default
     return None
 
@@ -116,16 +116,16 @@ def _cast(
     scale: float,
     changes: Changes,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, lse) in the dtype that torch.autocast asks for."""
+    """Compute (out, lse) with q, k and v cast to the dtype of torch.autocast."""
     with torch.autocast(q.device.type, enabled=False):
-        q, k, v = (autocast(one, dtype) for one in (q, k, v))
+        q, k, v = (autocast(tensor, dtype) for tensor in (q, k, v))
         return planned(q, k, v, changes, scale)
 
 
 def _widened(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, changes: Changes
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, lse) of head dims that are less than kernels need."""
+    """Compute (out, lse) for head dims below the smallest that kernels support."""
     out, lse = planned(widened(q), widened(k), widened(v), changes, scale)
     return out[..., : v.shape[3]], lse
 
@@ -138,8 +138,8 @@ def _regrouped(
     scale: float,
     changes: Changes,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, lse) of a dilated mask, rows and columns regrouped by their remainder: the call
-    is brought into the form that `AttentionProblem.normal` gives its problem."""
+    """Compute (out, lse) for a dilated mask, with rows and columns regrouped by their remainder.
+    `AttentionProblem.normal` rewrites the problem in the same way."""
     groups = q.shape[0] * step
     mask = grouped_mask(changes.mask, step, k.shape[2], groups, q.device)
     rows = q.shape[2]
@@ -179,8 +179,8 @@ def _new_plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Change
 def _kernel_run(
     problem: AttentionProblem, integers: tuple[torch.dtype, ...], *tensors: torch.Tensor
 ) -> tuple[Run, Kernels | None]:
-    """Return how a problem runs with emitted kernels, copying first what kernels cannot address;
-    and the kernels, where nothing is copied."""
+    """Return a function that runs a problem with emitted kernels, copying tensors that kernels
+    cannot address. Also returns the kernels, or None if tensors are copied."""
     tiles = -(-max(problem.seqlen_q, problem.seqlen_kv) // min(BLOCK_SIZES))
     if problem.batch * problem.num_heads_q * tiles > MAX_PROGRAMS:
         raise Unsupported(
@@ -194,7 +194,7 @@ def _kernel_run(
             f"{names}: copied on every call, since kernels need a dense last dimension; "
             "pass a contiguous tensor"
         )
-        problem = replace(problem, latent=False)  # copies lie apart
+        problem = replace(problem, latent=False)  # the copies of k and v share no memory
     tensors = tuple(t.contiguous() if copy else t for t, copy in zip(tensors, copied, strict=True))
     aligned = all(map(is_aligned, tensors))
     describable = aligned and all(map(is_describable, tensors))

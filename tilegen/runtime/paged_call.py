@@ -1,4 +1,4 @@
-"""Calls over the pages of a cache in the form that kernels take, and what is no such call."""
+"""Check calls over the pages of a cache and bring them into the form that kernels take."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from tilegen.problem import PAGES
 from tilegen.runtime.call import DTYPES, check_axes, form_of, shown, values_in_keys
 
 PAGE_AXES = {"NHD": "pages, keys, heads, head_dim", "HND": "pages, heads, keys, head_dim"}
-"""The dimensions of pages by their layout."""
+"""Dimensions of the pages, by layout."""
 QUERY_AXES = "requests, heads, seqlen, head_dim", "total, heads, head_dim"
-"""The dimensions of queries, and of those that `q_starts` parts."""
+"""Dimensions of the queries without `q_starts`, and with them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The views by which tensors with the same sizes and strides come into the form of
-    kernels."""
+    """Views that bring the tensors of a call into the form that kernels take; shared by calls
+    whose tensors have the same sizes and strides."""
 
     q: tuple[tuple[int, ...], tuple[int, ...]]
     """Size and strides."""
@@ -34,7 +34,7 @@ class Form:
     v: tuple[tuple[int, ...], tuple[int, ...]]
     out: tuple[tuple[int, ...], tuple[int, ...]] | None
     q_starts: torch.Tensor | None
-    """Starts of the queries of requests, where the caller gives none."""
+    """Start of each request's queries, unless the caller passes `q_starts`."""
     longest_q: int
 
     def applied(
@@ -47,7 +47,7 @@ class Form:
         q_starts: torch.Tensor | None,
         out: torch.Tensor | None,
     ) -> PagedCall:
-        """Return the call with other tensors of these sizes and strides."""
+        """Return the call for other tensors of the same sizes and strides."""
         starts = self.q_starts if q_starts is None else q_starts
         assert starts is not None
         return PagedCall(
@@ -64,8 +64,8 @@ class Form:
 
 @dataclass(slots=True)
 class PagedCall:
-    """A call in the form that kernels take: queries of all requests one after the other, pages as
-    (pages, heads, keys, head dim)."""
+    """A call in the form that kernels take: the queries of all requests one after the other, pages
+    as (pages, heads, keys, head dim)."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -75,7 +75,7 @@ class PagedCall:
     q_starts: torch.Tensor
     longest_q: int
     out: torch.Tensor | None = None
-    """The caller's tensor for the result, as kernels write it (1, heads, queries, d_v)."""
+    """View of the caller's result tensor as kernels write it, (1, heads, queries, d_v)."""
 
     @property
     def requests(self) -> int:
@@ -84,13 +84,13 @@ class PagedCall:
 
     @property
     def integers(self) -> tuple[torch.dtype, ...]:
-        """The dtypes of the block table, the lengths and where queries start."""
+        """The dtypes of the block table, the lengths and the starts of queries."""
         return self.block_table.dtype, self.lengths.dtype, self.q_starts.dtype
 
     @property
     def is_aligned(self) -> bool:
-        """Whether addresses, strides and rows of q, of the pages and of what is written are
-        multiples of 16 bytes."""
+        """Whether addresses, strides and rows of q, the pages and the result are multiples of 16
+        bytes."""
         q, k, v = self.q, self.k, self.v
         if self.out is not None and not is_aligned(self.out):
             return False
@@ -101,10 +101,10 @@ class PagedCall:
         addresses = q.data_ptr() | k.data_ptr() | v.data_ptr()
         if not (sizes * q.element_size() | addresses) % VECTOR_BYTES:
             return True
-        return all(map(is_aligned, (q, k, v)))  # strides of dimensions of size 1 say nothing
+        return all(map(is_aligned, (q, k, v)))  # which ignores strides of dimensions of size 1
 
     def key(self, longest_kv: int, changes: Changes) -> Any:
-        """Return the plan-cache key of a call. Numbers of requests, queries and keys enter as
+        """Return the plan-cache key of a call. The numbers of requests, queries and keys enter as
         power-of-two buckets."""
         q, v = self.q, self.v
         score = None if changes.score is None else form_of(changes)
@@ -130,7 +130,8 @@ class PagedCall:
         longest_q: int | None,
         layout: str,
     ) -> PagedCall:
-        """Return a call whose tensors fit together. Raises InvalidProblem."""
+        """Make a call from the arguments of `attention_paged`. Raises InvalidProblem if they do not
+        fit together."""
         _check(q, k, v, block_table, lengths, q_starts, longest_q, layout)
         if layout == "NHD":
             k, v = k.transpose(1, 2), v.transpose(1, 2)
@@ -138,7 +139,7 @@ class PagedCall:
         if q_starts is None:
             requests, heads, longest, width = q.shape
             q_starts = even_starts(requests, longest, q.device, tables[1].dtype)
-            # A view, where heads lie inside of rows.
+            # A view if the heads of a row lie together in memory.
             q = q.transpose(1, 2).reshape(requests * longest, heads, width)
         else:
             q_starts, longest = readable(q_starts), longest_q or 0
@@ -148,8 +149,7 @@ class PagedCall:
 
     def rows_of(self, out: torch.Tensor, *, is_packed: bool) -> torch.Tensor | None:
         """View the caller's result tensor as kernels write it, (1, heads, rows, head dim). Returns
-        None where there is no such view, so that the result must be copied. Raises
-        InvalidProblem."""
+        None if no such view exists, so that the result must be copied. Raises InvalidProblem."""
         check_axes("out", out, QUERY_AXES[is_packed])
         rows, heads, dim = self.q.shape[2], self.q.shape[1], self.v.shape[3]
         shape = (rows, heads, dim)
@@ -167,7 +167,7 @@ class PagedCall:
         view = out if is_packed else out.transpose(1, 2)
         try:
             view = view.view(1, rows, heads, dim).transpose(1, 2)
-        except RuntimeError:  # heads do not lie inside of rows
+        except RuntimeError:  # the heads of a row do not lie together in memory
             return None
         return view if addressable(view) else None
 
@@ -179,8 +179,8 @@ class PagedCall:
         starts: torch.Tensor | None,
         out: torch.Tensor | None,
     ) -> Form | None:
-        """Return the form of calls alike, of the tensors that the caller gave; None where one of
-        them was copied."""
+        """Return the views to reuse for tensors of the same sizes and strides as those that the
+        caller passed. Returns None if a tensor was copied."""
         is_view = self.q.data_ptr() == q.data_ptr()
         same = self.block_table is table and self.lengths is lengths
         if not (is_view and same and (starts is None or self.q_starts is starts)):
@@ -188,14 +188,19 @@ class PagedCall:
         if out is not None and self.out is None:
             return None
         q_form, k_form, v_form = ((x.shape, x.stride()) for x in (self.q, self.k, self.v))
-        made = None if self.out is None else (self.out.shape, self.out.stride())
+        written = None if self.out is None else (self.out.shape, self.out.stride())
         return Form(
-            q_form, k_form, v_form, made, self.q_starts if starts is None else None, self.longest_q
+            q_form,
+            k_form,
+            v_form,
+            written,
+            self.q_starts if starts is None else None,
+            self.longest_q,
         )
 
     def longest_kv(self, given: int | None) -> int:
-        """Return the upper bound on the keys of a request. Raises InvalidProblem for lengths beyond
-        it, where values are checked."""
+        """Return the upper bound on the keys of a request. Where values are checked, raises
+        InvalidProblem for lengths, starts and pages out of range."""
         room = self.block_table.shape[1] * self.k.shape[2]
         if given is not None and (not isinstance(given, int) or not 1 <= given <= room):
             raise InvalidProblem(
@@ -229,8 +234,8 @@ class PagedCall:
 def facts_of_pages(
     tensors: tuple[Any, ...], bounds: tuple[Any, ...], changes: Changes
 ) -> tuple[Any, ...] | None:
-    """Return all that the plan and the form of a call depend on; None where values count, too, or
-    the arguments are no tensors."""
+    """Return everything that the plan and the views of a call depend on. Returns None if they also
+    depend on values, or if an argument is not a tensor."""
     q, k, v, table, lengths, starts, out = tensors
     try:
         if changes.score is not None or changes.given.values or is_checked(lengths):
@@ -243,10 +248,10 @@ def facts_of_pages(
             (x.shape, x.stride(), x.dtype, x.device)
             for x in (q, k, v, table, lengths, *(x for x in (starts, out) if x is not None))
         ]
-    except (AttributeError, RuntimeError):  # which checks name
+    except (AttributeError, RuntimeError):  # not tensors: checks raise an error that names them
         return None
     given = starts is None, out is None
-    return "paged", changes.kind, laid, offset, k_at == v_at, bounds, given  # kinds differ most
+    return "paged", changes.kind, laid, offset, k_at == v_at, bounds, given  # differs early: kind
 
 
 def _check(
@@ -259,7 +264,7 @@ def _check(
     longest_q: int | None,
     layout: str,
 ) -> None:
-    """Raise InvalidProblem for what does not fit together, naming it."""
+    """Raise InvalidProblem if the arguments do not fit together, naming the argument."""
     page = page_axes(layout)
     for name, x, axes in (
         ("q", q, QUERY_AXES[q_starts is not None]),
@@ -306,7 +311,7 @@ def _check(
                 f"{longest_q!r}"
             )
     for name, x in (("k_pages", k), ("v_pages", v)):
-        if not addressable(x):  # a copy would be one of the whole cache
+        if not addressable(x):  # a copy would be a copy of the whole cache
             raise InvalidProblem(
                 f"{name} must have a dense last dimension, got strides {x.stride()} for "
                 f"{tuple(x.shape)} as (pages, heads, keys, head dim)"
@@ -314,15 +319,15 @@ def _check(
 
 
 def page_axes(layout: Any) -> str:
-    """Return the dimensions of pages in a layout. Raises InvalidProblem for what is none."""
+    """Return the dimensions of pages in a layout. Raises InvalidProblem for an unknown layout."""
     if layout not in (*PAGE_AXES,):
         raise InvalidProblem(f"layout must be one of {', '.join(PAGE_AXES)}, got {layout!r}")
     return PAGE_AXES[layout]
 
 
 def readable(x: torch.Tensor) -> torch.Tensor:
-    """Return integers as kernels that are compiled for their dtype read them: int32 or int64, in
-    rows that are dense. Raises InvalidProblem."""
+    """Return integers in a form that kernels can read: int32 or int64, with dense rows. Raises
+    InvalidProblem for other dtypes."""
     if x.dtype in READABLE and x.stride(-1) == 1:
         return x
     if x.is_floating_point() or x.is_complex() or x.dtype is torch.bool:
@@ -332,12 +337,13 @@ def readable(x: torch.Tensor) -> torch.Tensor:
 
 
 def even_starts(requests: int, rows: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """Return where the rows of each request start, and the end of the last, (requests + 1,)."""
+    """Return the starts of requests with equal numbers of rows, and the end of the last,
+    (requests + 1,)."""
 
-    def made() -> torch.Tensor:
+    def starts() -> torch.Tensor:
         return torch.arange(requests + 1, dtype=dtype, device=device) * rows
 
-    return _starts.get((requests, rows, device, dtype), made)
+    return _starts.get((requests, rows, device, dtype), starts)
 
 
 _starts: BoundedCache[Any, torch.Tensor] = BoundedCache(256)

@@ -1,5 +1,4 @@
-"""Calls over the pages of a cache, by the plan of their kind, whether PyTorch watches them or
-not."""
+"""Run calls over the pages of a cache by their plan, called directly or by an operator."""
 
 from __future__ import annotations
 
@@ -40,28 +39,30 @@ def attend_pages(
     layout: str,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, lse) of a call of `attention_paged` in the form that kernels give: (1, heads,
-    queries of all requests, d_v) and (1, heads, queries). `out` is written where it is given.
-    Raises InvalidProblem or Unsupported."""
+    """Compute (out, lse) of a call of `attention_paged` in the form that kernels write.
+
+    Shapes: out (1, heads, queries of all requests, d_v), lse (1, heads, queries of all requests).
+    If `out` is given, the result is written to it. Raises InvalidProblem or Unsupported.
+    """
     where = block_table, kv_lengths, q_starts
     bounds = max_q_length, max_kv_length, layout
     facts = facts_of_pages((q, k_pages, v_pages, *where, out), bounds, changes)
-    alike: _Alike | None = None if facts is None else plans.by_call.recall(facts)
-    if alike is not None:  # as in a layer before
+    recalled: _Recalled | None = None if facts is None else plans.by_call.recall(facts)
+    if recalled is not None:  # the same facts as a recent call, usually that of the layer before
         refuse_gradients(q, k_pages, v_pages, changes.score)
-        call = alike.form.applied(q, k_pages, v_pages, *where, out)
-        longest, plan = alike.longest, alike.plan
+        call = recalled.form.applied(q, k_pages, v_pages, *where, out)
+        longest, plan = recalled.longest, recalled.plan
     else:
         call = PagedCall.of(q, k_pages, v_pages, *where, max_q_length, layout)
         if out is not None:
             call.out = call.rows_of(out, is_packed=q_starts is not None)
         longest = call.longest_kv(max_kv_length)
-        refuse_gradients(q, k_pages, v_pages, changes.score)  # of tensors, as checked above
+        refuse_gradients(q, k_pages, v_pages, changes.score)  # after the checks: reads tensors
         key = call.key(longest, changes)
         known: _Plan | None = plans.by_call.known(key)
         plan = known or plans.by_call.get(key, partial(_new_plan, call, longest, changes))
         if facts is not None and (form := call.form_of(q, *where, out)) is not None:
-            plans.by_call.note(facts, key, _Alike(form, longest, plan))
+            plans.by_call.note(facts, key, _Recalled(form, longest, plan))
     factor = plan.default_scale if scale is None else checked_scale(scale)
     if factor < 0:  # kernels take a row's maximum before scaling: the scale must keep the order
         call.q, factor = -call.q, -factor
@@ -71,22 +72,22 @@ def attend_pages(
             check_fit(changes.given, changes.score, shape)
         tables = tensors_of(changes.given, shape, call.q.device)
         if plan.kernels is None:
-            made, lse = _by_request(call, changes, factor)
-            return (made if call.out is None else call.out.copy_(made)), lse
+            result, lse = _by_request(call, changes, factor)
+            return (result if call.out is None else call.out.copy_(result)), lse
     else:
         tables = ()
     reads: dict[str, torch.Tensor] = {}
     if changes.score is not None:
         changes = changes.on(call.q.device)
         reads = score_tensors(changes.captured, changes.sinks)
-    its = call.block_table, call.lengths, call.q_starts, call.longest_q, longest
+    requests = Requests(call.block_table, call.lengths, call.q_starts, call.longest_q, longest)
     return plan.kernels.forward_paged(
-        *(call.q, call.k, call.v, factor, Requests(*its), tables, reads, call.out)
+        *(call.q, call.k, call.v, factor, requests, tables, reads, call.out)
     )
 
 
 def refuse_gradients(q: Any, k: Any, v: Any, score: Score | None) -> None:
-    """Raise Unsupported where anything would need a gradient."""
+    """Raise Unsupported if any input needs a gradient."""
     refuse_tangents(q, k, v)
     if needs_gradients(q, k, v, score):
         raise Unsupported(
@@ -95,7 +96,7 @@ def refuse_gradients(q: Any, k: Any, v: Any, score: Score | None) -> None:
 
 
 def needs_gradients(q: Any, k: Any, v: Any, score: Score | None) -> bool:
-    """Whether anything that a call reads needs a gradient."""
+    """Check whether any tensor that a call reads needs a gradient."""
     if not torch.is_grad_enabled():
         return False
     if score is None:
@@ -105,8 +106,8 @@ def needs_gradients(q: Any, k: Any, v: Any, score: Score | None) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Alike:
-    """The form and the plan of calls with the same facts."""
+class _Recalled:
+    """The views and the plan of calls with the same facts."""
 
     form: Form
     longest: int
@@ -115,13 +116,13 @@ class _Alike:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Plan of calls of one kind."""
+    """The plan of calls of one kind."""
 
     kernels: Kernels | None
-    """The kernels of the calls; None where PyTorch computes them."""
+    """The kernels of the calls; None if PyTorch computes them."""
     default_scale: float
     checks_fit: bool
-    """Whether sizes may not fit the mask or the score, which only a call shows."""
+    """Whether each call must check that the mask and the score fit its sizes."""
 
 
 def _new_plan(call: PagedCall, longest_kv: int, changes: Changes) -> _Plan:
@@ -152,7 +153,7 @@ def _new_plan(call: PagedCall, longest_kv: int, changes: Changes) -> _Plan:
 def _by_request(
     call: PagedCall, changes: Changes, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, lse) as PyTorch computes them, request after request, in fp32."""
+    """Compute (out, lse) with PyTorch in fp32, request by request."""
     from tilegen.check.reference import attention_reference
 
     q, heads, page = call.q, call.q.shape[1], call.k.shape[2]

@@ -1,4 +1,4 @@
-"""Plans and kernels that a process keeps of its calls, until what they choose changes."""
+"""Plans and kernels that a process caches for later calls."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ MAX_PLANS = 4096
 MAX_LOADED = 1024
 
 by_call: BoundedCache[Any, Any] = BoundedCache(MAX_PLANS)  # a server sees ever new lengths
-"""Plans of calls of one kind, by the key of a call."""
+"""Plans of calls, by plan-cache key."""
 by_problem: BoundedCache[Any, Any] = BoundedCache(MAX_LOADED)
-"""The kernels of one problem bucket on one device."""
+"""Loaded kernels, by problem bucket, device and dtypes of integers."""
 
 
 def forget() -> None:
-    """Have every kind of call choose its kernels again."""
+    """Drop all plans, so that calls choose their kernels again."""
     by_call.clear()
     by_problem.clear()

@@ -1,4 +1,4 @@
-"""Writes into the pages of a cache: behind the keys of requests, or to named places."""
+"""Write into the pages of a cache: behind the keys of requests, or to given slots."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tilegen.runtime.call import check_axes
 from tilegen.runtime.paged_call import even_starts, page_axes, readable
 
 Pages = tuple[torch.Tensor, torch.Tensor]
-"""Keys and values, each (pages, rows, heads, head dim)."""
+"""Pages of keys and of values, each (pages, rows, heads, head dim)."""
 TOKEN_AXES = "tokens, heads, dim"
 WRITTEN_AT_ONCE, REQUESTS_AT_ONCE = 4096, 1024
-"""Elements of keys that a program writes, and requests that it looks through in a step."""
+"""Elements of keys that a program writes, and requests that it searches in a step."""
 
 
 def append(
@@ -30,7 +30,7 @@ def append(
     q_starts: torch.Tensor | None,
     layout: str,
 ) -> None:
-    """Write keys and values as `append_paged` says. Raises InvalidProblem."""
+    """Write keys and values as `append_paged` describes. Raises InvalidProblem."""
     _check_tokens(k, v, "requests, heads, new, dim" if q_starts is None else TOKEN_AXES)
     check_axes("block_table", block_table, "requests, pages of one")
     check_axes("kv_lengths", kv_lengths, "requests")
@@ -68,11 +68,12 @@ def write_slots(
     *,
     layout: str = "NHD",
 ) -> None:
-    """Write keys and values of tokens to places of a cache, in place.
+    """Write keys and values of tokens to slots of a cache, in place.
 
-    Shapes: k and v (tokens, heads_kv, d), slots (tokens,): `page * keys of a page + row`, each at
-    most once, -1 for a token that is left out. Pages and `layout` are those of `attention_paged`.
-    Nothing is read on the host, so that a CUDA graph may hold it. Raises InvalidProblem.
+    Shapes: k and v (tokens, heads_kv, d), slots (tokens,). A slot is `page * keys of a page + row`
+    and may occur once; a token with slot -1 is skipped. Pages and `layout` are those of
+    `attention_paged`. Nothing is read on the host, so a CUDA graph can capture the call. Raises
+    InvalidProblem.
     """
     _check_tokens(k, v, TOKEN_AXES)
     check_axes("slots", slots, "tokens")
@@ -101,7 +102,8 @@ def _check_tokens(k: torch.Tensor, v: torch.Tensor, axes: str) -> None:
 def _fitting(
     k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, layout: str
 ) -> Pages:
-    """Return views of pages that hold such keys and values. Raises InvalidProblem."""
+    """Return the pages as views (pages, rows, heads, head dim). Raises InvalidProblem if they
+    cannot hold these keys and values."""
     axes = page_axes(layout)
     for name, x, cache in (("k", k, k_pages), ("v", v, v_pages)):
         check_axes(f"{name}_pages", cache, axes)
@@ -140,8 +142,8 @@ def _check_slots(slots: torch.Tensor, pages: Pages) -> None:
 def _slots(
     table: torch.Tensor, lengths: torch.Tensor, starts: torch.Tensor, tokens: int, pages: Pages
 ) -> torch.Tensor:
-    """Return the place of each token behind the keys of its request, -1 for those of none. Raises
-    InvalidProblem for places that a table does not have, and for starts that fall."""
+    """Return the slot of each token, behind the keys of its request; -1 for tokens outside all
+    requests. Raises InvalidProblem for slots beyond the block table, and for decreasing starts."""
     if int(starts[0]) < 0 or int(starts[-1]) > tokens or int(starts.diff().min()) < 0:
         raise InvalidProblem(
             f"q_starts must rise from at least 0 to at most the {tokens} tokens of k, got "
@@ -167,7 +169,7 @@ def _slots(
 
 @functools.cache
 def _compiled() -> Any:
-    """Return the kernel compiled for the CPU; values may lie in keys."""
+    """Return the kernel compiled for the CPU; v may be a view of k."""
     from tilegen.cpu.direct import DirectFunction
     from tilegen.runtime.write_kernel import write_tokens
 
@@ -181,7 +183,7 @@ def _runs_kernel(k: torch.Tensor) -> bool:
 
 
 def _compute(k: torch.Tensor, v: torch.Tensor, pages: Pages, slots: torch.Tensor) -> None:
-    """Write keys and values to slots, by PyTorch."""
+    """Write keys and values to slots with PyTorch."""
     kept = slots >= 0
     at, page = slots[kept].long(), pages[0].shape[1]
     for cache, x in zip(pages, (k, v), strict=True):
@@ -196,8 +198,8 @@ def _launch(
     slots: torch.Tensor | None = None,
     where: tuple[torch.Tensor, ...] | None = None,
 ) -> None:
-    """Write keys and values by one kernel: to slots, or where the block table, the lengths and the
-    starts of requests say."""
+    """Write keys and values with one kernel: to `slots`, or behind the keys of requests, by
+    `where`: the block table, the lengths and the starts."""
     from tilegen.runtime.write_kernel import write_tokens
 
     tokens, heads, k_dim = k.shape

@@ -27,7 +27,7 @@ def _write(
     tl.store(to_ptr + rows * stride_to + dims, x.to(to_ptr.dtype.element_ty), mask=exists)
 
 
-# What changes from call to call compiles nothing.
+# Arguments that change from call to call must not specialise the kernel: it would recompile.
 @triton.jit(do_not_specialize=["requests", "table_row", "room"])
 def write_tokens(
     k_ptr,  # (tokens, heads, head dim), as v
