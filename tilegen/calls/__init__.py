@@ -1,1 +1,1 @@
-"""The ways to call: `attention`, with documents, pages, and the names of other packages."""
+"""Public calls: `attention`, for packed sequences and pages, and under other packages' names."""

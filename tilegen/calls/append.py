@@ -1,4 +1,4 @@
-"""New keys and values, written into the pages of a cache."""
+"""Append new keys and values to the pages of a cache."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def append_paged(
     q_starts: torch.Tensor | None = None,
     layout: str = "NHD",
 ) -> None:
-    """Write keys and values of new tokens behind those that requests have, in place.
+    """Append keys and values of new tokens to those of their requests, in place.
 
     Shapes: k and v (requests, heads_kv, new, d), or (total, heads_kv, d) with `q_starts`
-    (requests + 1,), which says where each request's tokens start; tokens before the first and
-    after the last are left out. Pages, whose dtype k and v are cast to, `block_table` and `layout`
-    are those of `attention_paged`, and `kv_lengths` (requests,) the keys of each request with the
-    new ones, as the call of attention that follows takes them. Nothing is read on the host, so that
-    a CUDA graph may hold it. Raises InvalidProblem.
+    (requests + 1,), the start of each request's tokens. Tokens before the first start and after
+    the last are skipped. Pages, `block_table` and `layout` are those of `attention_paged`; k and v
+    are cast to the dtype of the pages. `kv_lengths` (requests,) counts the keys of each request
+    including the new ones, as the call of `attention_paged` that follows takes it. Nothing is read
+    on the host, so a CUDA graph can capture the call. Raises InvalidProblem.
     """
     call = k, v, k_pages, v_pages, block_table, kv_lengths, q_starts, layout
     refuse_jit()

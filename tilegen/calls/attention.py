@@ -1,4 +1,4 @@
-"""`attention`: the best known kernel for this GPU and problem, selected at run time."""
+"""`attention`, computed by the best known kernel for this GPU and problem."""
 
 from __future__ import annotations
 
@@ -52,20 +52,22 @@ def attention(
     dropout_p: float = 0.0,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Return `softmax(q k^T * scale + mask) v`, differentiable; with `return_lse` also its lse.
+    """Compute `softmax(q k^T * scale + mask) v`, differentiably; with `return_lse` also its lse.
 
     Shapes: q (batch, heads_q, seqlen_q, d_qk), k (batch, heads_kv, seqlen_kv, d_qk), v (batch,
     heads_kv, seqlen_kv, d_v), out (batch, heads_q, seqlen_q, d_v). heads_q is a multiple of
-    heads_kv; one dtype (fp16, bf16, fp32) and one device for all. `mask` is a tilegen mask such as
-    `tilegen.causal()`; `score` changes scaled logits before the mask: a tilegen score such as
-    `tilegen.softcap(20.0)`, or a function of (score, b, h, q_idx, kv_idx), whose tensors get
-    gradients too. `kv_lengths` (batch,), integers, leaves each batch entry its first columns, for
-    padded keys and values. `scale` defaults to d_qk ** -0.5. lse is each row's natural
-    log-sum-exp, fp32, (batch, heads_q, seqlen_q). A row that the mask leaves nothing gives out 0,
-    lse -inf and zero gradients. Values that are the first columns of one head's keys, `k[...,
-    :d_v]` as in absorbed multi-head latent attention, are loaded once by the forward. `dropout_p`
-    is the probability that a weight is dropped, which torch.manual_seed makes reproducible; lse is
-    that of all weights. torch.autocast is followed as PyTorch's own attention does.
+    heads_kv; all tensors have one dtype (fp16, bf16, fp32) and one device. `mask` is a tilegen mask
+    such as `tilegen.causal()`. `score` changes scaled logits before the mask: a tilegen score such
+    as `tilegen.softcap(20.0)`, or a function of (score, b, h, q_idx, kv_idx), whose tensors get
+    gradients too. `kv_lengths` (batch,), integers, is for padded keys and values: batch entry b
+    attends only to its first `kv_lengths[b]` keys. `scale` defaults to d_qk ** -0.5.
+
+    lse is the natural log-sum-exp of each row, fp32, (batch, heads_q, seqlen_q). A row for which
+    the mask keeps no key has out 0, lse -inf and zero gradients. `dropout_p` is the probability
+    that a weight is dropped, reproducible by torch.manual_seed; lse counts all weights, dropped
+    ones too. If v is the first columns of one head's keys, `k[..., :d_v]` as in absorbed
+    multi-head latent attention, the forward loads them once. Inputs are cast under torch.autocast
+    as for PyTorch's own attention.
 
     Never tunes unless TILEGEN_TUNE=1. On CPU tensors the same kernels run, compiled for the CPU,
     unless TILEGEN_CPU=torch is set. Raises InvalidProblem or Unsupported, naming the call.

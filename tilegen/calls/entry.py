@@ -1,5 +1,5 @@
-"""The entrance of calls: those that PyTorch traces, counts or transforms go by operators, all
-others straight to their plan."""
+"""Entry of all calls: through operators if PyTorch traces, counts or transforms the call, else
+straight to the plan."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tilegen.runtime.call import ScoreFunction, describe, dropout_of, score_of
 from tilegen.runtime.dispatch import planned
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-"""Types of tensors that have elements; others may have none."""
-# PyTorch documents no way to ask for modes that watch operators, and for transforms of torch.func.
+"""Types of tensors that surely have elements; subclasses, such as fake tensors, may have none."""
+# PyTorch has no public query for dispatch modes and for the transforms of torch.func.
 _count_modes = torch._C._len_torch_dispatch_stack  # pyright: ignore[reportPrivateUsage]
 _transform: Any = torch._C._functorch.peek_interpreter_stack  # type: ignore[attr-defined]
 
@@ -37,32 +37,32 @@ def attend(
     scale: float | None = None,
     dropout_p: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, lse) of a call of `attention`. Raises InvalidProblem or Unsupported, naming the
+    """Compute (out, lse) of a call of `attention`. Raises InvalidProblem or Unsupported, naming the
     call."""
     refuse_jit()
     try:
         if is_watched(q):
-            if _transform() is None:  # transforms of torch.func have an error of their own
+            if _transform() is None:  # transforms of torch.func raise an error of their own
                 refuse_tangents(q, k, v)
             call = mask, score, kv_lengths, scale, dropout_p, _transform() is not None
             out, lse = _watched(q, k, v, *call)
             return out, public_lse(lse)
         score = None if score is None else score_of(score)
-        is_off = type(dropout_p) is float and dropout_p == 0  # by far most calls
+        is_off = type(dropout_p) is float and dropout_p == 0  # a fast test for most calls
         dropout = None if is_off else dropout_of(dropout_p, q)
         changes = Changes(FULL if mask is None else mask, score, kv_lengths, dropout)
         out, lse = planned(q, k, v, changes, scale)
         return out, public_lse(lse)
     except TilegenError as error:
-        if is_dynamo_compiling():  # which names the call itself, and may not join texts
+        if is_dynamo_compiling():  # dynamo names the call, and cannot trace joined texts
             raise
         call = describe(q, k, v, mask, score, kv_lengths, scale, dropout_p)
         raise type(error)(f"{error}; the call was {call}") from None
 
 
 def refuse_jit() -> None:
-    """Raise Unsupported inside of torch.jit.trace, which keeps the choices of the call that it
-    sees."""
+    """Raise Unsupported under torch.jit.trace, which would fix lengths and kernels of the traced
+    call."""
     if _is_traced_by_jit():
         raise Unsupported(
             "torch.jit.trace would keep this call's lengths and kernels for all others; use "
@@ -71,7 +71,7 @@ def refuse_jit() -> None:
 
 
 def is_watched(q: Any) -> bool:
-    """Whether PyTorch traces, counts or transforms a call with these queries."""
+    """Check whether PyTorch traces, counts or transforms a call with these queries."""
     return bool(
         is_dynamo_compiling()
         or _transform() is not None

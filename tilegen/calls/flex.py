@@ -35,9 +35,9 @@ def flex_attention(
 ) -> Any:
     """Compute `torch.nn.attention.flex_attention.flex_attention` with tilegen's kernels.
 
-    `score_mod` and `block_mask` are FlexAttention's, or a tilegen score and mask. kernel_options
-    are ignored: tiles are tilegen's choice. The max_scores of `return_aux` are computed by a second
-    pass, with PyTorch. Raises InvalidProblem or Unsupported, each in one line.
+    `score_mod` and `block_mask` are FlexAttention's, or a tilegen score and mask. `kernel_options`
+    is ignored: tilegen chooses the tiles. The max_scores of `return_aux` are computed by a second
+    pass, with PyTorch. Raises InvalidProblem or Unsupported, with a message of one line.
     """
     if return_aux is not None and not isinstance(return_aux, AuxRequest):
         raise InvalidProblem(f"return_aux must be an AuxRequest, got {type(return_aux).__name__}")
@@ -69,18 +69,20 @@ def flex_attention(
 
 
 def from_block_mask(block_mask: Any) -> Mask:
-    """Return the mask of a FlexAttention BlockMask; made once for each, while its blocks and what
-    its mask_mod reads are the same.
+    """Convert a FlexAttention BlockMask to a tilegen mask.
 
-    The mask is that of the mask_mod, at any tile shape, where the blocks are those that the
-    mask_mod leaves, as `create_block_mask` makes them. Raises InvalidProblem or Unsupported.
+    The mask is reused while the blocks and the tensors that mask_mod reads are the same. If the
+    blocks are exactly those that mask_mod keeps, as `create_block_mask` makes them, the mask is
+    that of mask_mod, for tiles of any shape. Raises InvalidProblem or Unsupported.
     """
     if is_traced():
         listed = (block_mask.kv_num_blocks, block_mask.kv_indices, *(_whole(block_mask) or ()))
         return Pending(("blocks", listed, block_mask.BLOCK_SIZE, _inside(block_mask)))
     reads = [getattr(block_mask, name, None) for name in _READS]
     versions = [
-        one._version for one in reads if isinstance(one, torch.Tensor) and not one.is_inference()
+        tensor._version
+        for tensor in reads
+        if isinstance(tensor, torch.Tensor) and not tensor.is_inference()
     ]
     return _converted_masks(block_mask, (*reads, *versions))
 
@@ -89,7 +91,7 @@ _READS = (
     *("mask_mod", "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"),
     *("BLOCK_SIZE", "seq_lengths"),
 )
-"""The attributes of a BlockMask that its mask is made of."""
+"""The attributes of a BlockMask that determine its mask."""
 
 
 def _converted(block_mask: Any) -> Mask:
@@ -98,9 +100,10 @@ def _converted(block_mask: Any) -> Mask:
             "block_mask must be a FlexAttention BlockMask or a tilegen mask, "
             f"got {type(block_mask).__name__}"
         )
-    its: Any = block_mask
-    blocks = Blocks(its.kv_num_blocks, its.kv_indices, _whole(its), its.BLOCK_SIZE)
-    return blocks.mask(_inside(its), (int(its.seq_lengths[0]), int(its.seq_lengths[1])))
+    listed: Any = block_mask  # whose attributes have no types
+    blocks = Blocks(listed.kv_num_blocks, listed.kv_indices, _whole(listed), listed.BLOCK_SIZE)
+    lengths = int(listed.seq_lengths[0]), int(listed.seq_lengths[1])
+    return blocks.mask(_inside(listed), lengths)
 
 
 def _whole(block_mask: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -118,9 +121,9 @@ _converted_masks = Traces(_converted)
 
 def _check_lengths(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> None:
     expected = tuple(int(n) for n in getattr(block_mask, "seq_lengths", ()))
-    found = (query.shape[-2], key.shape[-2])
-    if expected and expected != found:
+    lengths = (query.shape[-2], key.shape[-2])
+    if expected and expected != lengths:
         raise InvalidProblem(
-            f"block_mask was made for lengths {expected}, got query and key of {found}; make one "
+            f"block_mask was made for lengths {expected}, got query and key of {lengths}; make one "
             "for these, or pass a tilegen mask, which holds at any length"
         )

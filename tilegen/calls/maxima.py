@@ -1,4 +1,4 @@
-"""The largest score of each row, which no kernel keeps: a pass of its own, with PyTorch."""
+"""Compute the largest score of each row, which kernels do not store, by a second pass."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import torch
 from tilegen.launch.changes import Changes
 
 PAIRS = 2**24
-"""Number of scores that are held at once, roughly."""
+"""Rough number of scores held at once."""
 
 
 @torch.no_grad()
 def row_maxima(
     q: torch.Tensor, k: torch.Tensor, changes: Changes, scale: float | None = None
 ) -> torch.Tensor:
-    """Return the largest score of each row after scale, change and mask: fp32, (batch, heads_q,
-    seqlen_q), -inf where nothing is kept.
+    """Compute the largest score of each row after scale, score change and mask, with PyTorch.
 
-    The work is that of a forward's first product, in panels of rows. The maxima have no gradients.
+    Returns fp32, (batch, heads_q, seqlen_q), -inf for rows without a kept key and without
+    gradients. The scores are computed in panels of rows, as much work as a forward's first product.
     """
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     rows = max(1, PAIRS // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
@@ -31,7 +31,7 @@ def row_maxima(
 
 
 def _panel(scores: torch.Tensor, first: int, seqlen_q: int, changes: Changes) -> torch.Tensor:
-    """Return the maxima of the rows from `first` on."""
+    """Return the maxima of a panel whose first row is `first`."""
     seqlen_kv = scores.shape[3]
     b, h, q, k = (
         torch.arange(size, device=scores.device).view(-1, *[1] * (3 - axis))
@@ -41,7 +41,7 @@ def _panel(scores: torch.Tensor, first: int, seqlen_q: int, changes: Changes) ->
     if changes.score is not None:
         from tilegen.masks.language.evaluation import evaluate
 
-        captured = [one.to(scores.device) for one in changes.captured]
+        captured = [tensor.to(scores.device) for tensor in changes.captured]
         scores = evaluate(
             changes.score.expression(),
             captured,

@@ -1,4 +1,4 @@
-"""Attention over the pages of a cache: requests of any lengths, in one launch."""
+"""Attention over the pages of a cache: requests of any lengths in one launch."""
 
 from __future__ import annotations
 
@@ -34,25 +34,29 @@ def attention_paged(
     return_lse: bool = False,
     out: torch.Tensor | None = None,
 ) -> Any:
-    """Return attention of queries over the pages of a cache of keys and values, without gradients.
+    """Compute attention of queries over the pages of a cache of keys and values, without gradients.
 
-    Shapes: q (requests, heads_q, seqlen_q, d_qk), or (total_q, heads_q, d_qk) with `q_starts`
-    (requests + 1,), which says where each request's queries start: prompts, chunks of prompts and
-    decoding in one call. k_pages and v_pages are (pages, page, heads_kv, d_qk or d_v) in layout
-    NHD, (pages, heads_kv, page, ...) in HND, with any strides but a dense last dimension: slices of
-    one tensor that holds both will do. `block_table` (requests, most pages of a request) has the
-    pages of each request, in the order of its keys, and `kv_lengths` (requests,) its number of
-    keys, those of the queries among them; both are integers on the device of q, as is `q_starts`,
-    and none is read on the host. A page holds a power of two of at most 256 keys.
+    Prompts, chunks of prompts and decoding steps can share a call. Shapes: q (requests, heads_q,
+    seqlen_q, d_qk), or (total_q, heads_q, d_qk) with `q_starts` (requests + 1,), the start of each
+    request's queries. k_pages and v_pages are (pages, page, heads_kv, d_qk or d_v) in layout NHD,
+    (pages, heads_kv, page, d_qk or d_v) in layout HND. Only their last dimension must be dense, so
+    both may be slices of one tensor. A page holds a power of two of at most 256 keys.
+    `block_table` (requests, most pages of a request) lists the pages of each request in the order
+    of its keys. `kv_lengths` (requests,) counts the keys of each request, including those of the
+    queries. `block_table`, `kv_lengths` and `q_starts` are integers on the device of q, and are not
+    read on the host.
 
-    `mask` and `score` see positions, lengths and b of a request: `tilegen.causal("bottom_right")`
-    lets its last query see its last key, and `tilegen.tree(parents)` verifies a tree of drafts.
-    `max_kv_length` bounds kv_lengths (by default what the block table has room for), and
-    `max_q_length` the queries of a request, needed with `q_starts`; both only bound the work, so
-    that a CUDA graph of the largest serves all lengths. The result is like q, lse (requests,
-    heads_q, seqlen_q) or (heads_q, total_q), fp32; rows of no request are undefined. `out`, of the
-    result's shape and of q's dtype, is written in place and returned. Raises InvalidProblem or
-    Unsupported, naming the call.
+    `mask` and `score` see positions and lengths within a request, and b is the request:
+    `tilegen.causal("bottom_right")` lets the last query see the last key, and
+    `tilegen.tree(parents)` verifies a tree of drafts. `max_kv_length` is an upper bound of
+    `kv_lengths`, by default the room of the block table. `max_q_length` is an upper bound of the
+    queries of a request, required with `q_starts`. Both bound only the work, so a CUDA graph
+    captured with the largest lengths serves all lengths.
+
+    The result has the shape of q with d_v columns; lse is fp32, (requests, heads_q, seqlen_q) or
+    (heads_q, total_q). Rows that belong to no request are undefined. `out`, of the result's shape
+    and q's dtype, is written in place and returned. Raises InvalidProblem or Unsupported, naming
+    the call.
     """
     where = block_table, kv_lengths, q_starts
     bounds = max_q_length, max_kv_length
@@ -60,22 +64,22 @@ def attention_paged(
     try:
         watched = is_watched(q)
         if watched:
-            made, lse = _watched(q, k_pages, v_pages, *where, *bounds, mask, score, scale, layout)
+            result, lse = _watched(q, k_pages, v_pages, *where, *bounds, mask, score, scale, layout)
         else:
-            found = None if score is None else score_of(score)
-            changes = Changes(FULL if mask is None else mask, found)
+            traced_score = None if score is None else score_of(score)
+            changes = Changes(FULL if mask is None else mask, traced_score)
             given = q, k_pages, v_pages, *where, *bounds, changes, scale, layout
-            made, lse = attend_pages(*given, out)
+            result, lse = attend_pages(*given, out)
     except TilegenError as error:
-        if is_dynamo_compiling():  # which names the call itself, and may not join texts
+        if is_dynamo_compiling():  # dynamo names the call, and cannot trace joined texts
             raise
         given = (("q", q), ("k_pages", k_pages), ("v_pages", v_pages))
         shapes = ", ".join(f"{name} {shown(x)}" for name, x in given)
         raise type(error)(f"{error}; the call was paged, {shapes}, mask {mask}") from None
-    if out is None or watched or made.data_ptr() != out.data_ptr():  # not written where it lies
+    if out is None or watched or result.data_ptr() != out.data_ptr():  # not yet in `out`
         is_packed = q_starts is not None
-        made = made.squeeze(0).transpose(0, 1) if is_packed else _unpacked(made, kv_lengths)
-        out = made if out is None else out.copy_(made)
+        result = result.squeeze(0).transpose(0, 1) if is_packed else _unpacked(result, kv_lengths)
+        out = result if out is None else out.copy_(result)
     if not return_lse:
         return out
     lse = lse.contiguous()
@@ -89,6 +93,6 @@ def _watched(q: torch.Tensor, *call: Any) -> tuple[Any, Any]:
 
 
 def _unpacked(x: torch.Tensor, kv_lengths: torch.Tensor) -> torch.Tensor:
-    """Return (requests, heads, rows, ...) of (1, heads, requests * rows, ...), a view."""
+    """View (1, heads, requests * rows, ...) as (requests, heads, rows, ...)."""
     _, heads, _, *rest = x.shape
     return x.view(heads, kv_lengths.shape[0], -1, *rest).transpose(0, 1)

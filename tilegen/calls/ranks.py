@@ -1,4 +1,4 @@
-"""Jobs of many ranks: rank 0 chooses for all of them, in one call."""
+"""Let rank 0 choose configs for all ranks of a job, in one collective call."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ if TYPE_CHECKING:
 def agree(
     problems: Sequence[AttentionProblem | str], *, group: Any = None
 ) -> dict[tuple[str, str], TileConfig]:
-    """Return the config of each (kernel, problem) that rank 0 chooses, by records and model only;
-    on every rank `attention` uses them from now on.
+    """Return the config of each (kernel, problem), as rank 0 chooses it by records and model only.
 
-    A collective call of torch.distributed: all ranks of `group` (default: all) make it with the
-    same problems, before or after their first `attention`, each with its GPU current. Raises
-    Unsupported on all ranks alike if they differ in GPU, versions or problems, and whatever the
-    choice raises on rank 0.
+    From then on `attention` uses these configs on every rank. A collective call of
+    torch.distributed: all ranks of `group` (default: all) make it with the same problems, before or
+    after their first `attention`, each with its GPU current. Raises Unsupported on all ranks if
+    they differ in GPU, versions or problems, or if the choice fails on rank 0.
     """
     import torch.distributed as dist
 
@@ -39,12 +38,15 @@ def agree(
             "agreeing needs torch.distributed; call torch.distributed.init_process_group first, or "
             "set TILEGEN_DETERMINISTIC=1 where all ranks see the same records"
         )
-    parsed = [AttentionProblem.parse(one) if isinstance(one, str) else one for one in problems]
-    buckets = list(dict.fromkeys(one.bucket for one in parsed))
+    parsed = [
+        AttentionProblem.parse(problem) if isinstance(problem, str) else problem
+        for problem in problems
+    ]
+    buckets = list(dict.fromkeys(problem.bucket for problem in parsed))
     spec = current_gpu()
-    _require_alike([__version__, repr(spec), *(one.key for one in buckets)], group)
-    told = _broadcast(_choices(buckets, spec) if dist.get_rank(group) == 0 else "", group)
-    values = json.loads(told)
+    _require_alike([__version__, repr(spec), *(bucket.key for bucket in buckets)], group)
+    choices = _broadcast(_choices(buckets, spec) if dist.get_rank(group) == 0 else "", group)
+    values = json.loads(choices)
     if isinstance(values, str):
         raise Unsupported(f"rank 0 could not choose: {values}")
     chosen: dict[tuple[str, str], TileConfig] = {}
@@ -59,8 +61,10 @@ def agree(
 
 
 def _choices(buckets: Sequence[AttentionProblem], spec: GpuSpec) -> str:
-    """Return kernel, problem and config of every choice as JSON; a text if one cannot be made, so
-    that no rank waits for ever."""
+    """Return (kernel, problem, config) of every choice as JSON.
+
+    If a choice fails, returns the error's text instead of raising, so that no rank waits forever.
+    """
     import torch
 
     from tilegen import pipeline
@@ -81,7 +85,7 @@ def _choices(buckets: Sequence[AttentionProblem], spec: GpuSpec) -> str:
 
 
 def _require_alike(facts: list[str], group: Any) -> None:
-    """Raise Unsupported, on all ranks or none, if facts are not the same on all of them."""
+    """Raise Unsupported on all ranks if the facts are not the same on all of them."""
     import torch.distributed as dist
 
     digest = int(hashlib.sha256("\n".join(facts).encode()).hexdigest()[:15], 16)
@@ -97,7 +101,7 @@ def _require_alike(facts: list[str], group: Any) -> None:
 
 
 def _broadcast(text: str, group: Any) -> str:
-    """Return rank 0's text; as bytes, since objects would be pickled."""
+    """Return rank 0's text, sent as bytes: torch.distributed would pickle objects."""
     import torch.distributed as dist
 
     data = text.encode()

@@ -1,4 +1,4 @@
-"""Attention over packed sequences: documents of different lengths, one after the other."""
+"""Attention over packed sequences: documents of different lengths, concatenated."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tilegen.runtime.paged_dispatch import needs_gradients
 from tilegen.settings import settings
 
 MAX_MASKS = 64
-"""Packed masks kept for further layers and steps with the same tensors as cu_seqlens."""
+"""Packed masks cached for further layers and steps with the same tensors as cu_seqlens."""
 
 
 def attention_varlen(
@@ -38,29 +38,30 @@ def attention_varlen(
     dropout_p: float = 0.0,
     return_lse: bool = False,
 ) -> Any:
-    """Return attention within each document of packed sequences, differentiable.
+    """Compute attention within each document of packed sequences, differentiably.
 
     Shapes: q (total_q, heads_q, d_qk), k (total_kv, heads_kv, d_qk), v (total_kv, heads_kv, d_v),
-    out (total_q, heads_q, d_v); lse (heads_q, total_q) with `return_lse`. cu_seqlens are integers
-    (documents + 1,), from 0 to the total; those of keys default to those of queries, and documents
-    are known to be the same only then, or where both are one object. cu_seqlens may be changed in
-    place: tables are made of them at each call. Positions and lengths that `mask` and `score` see
-    are those within a document, and b is the document. `dropout_p` is the probability that a weight
-    is dropped, drawn by its place among all tokens. Nothing is padded, and other lengths need no
-    other kernels. Under TILEGEN_BATCH_INVARIANT=1 a document has the bits that it has alone,
-    without gradients. Raises InvalidProblem or Unsupported.
+    out (total_q, heads_q, d_v); with `return_lse` also lse (heads_q, total_q). cu_seqlens are
+    integers (documents + 1,), from 0 to the total. `cu_seqlens_kv` defaults to `cu_seqlens_q`;
+    only then, or if both are one object, tilegen knows that queries and keys have the same
+    documents. cu_seqlens may be changed in place: each call builds its tables from them. `mask`
+    and `score` see positions and lengths within a document, and b is the document. `dropout_p` is
+    the probability that a weight is dropped, drawn by the place of the pair among all tokens.
+    Nothing is padded, and other lengths need no other kernels. Under TILEGEN_BATCH_INVARIANT=1 a
+    document without gradients has the same bits as in a call of its own. Raises InvalidProblem or
+    Unsupported.
     """
     refuse_jit()
     cu_kv = cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_kv", cu_kv)):
-        if not isinstance(x, torch.Tensor):  # what is changed in place must be seen
+        if not isinstance(x, torch.Tensor):  # only a tensor shows that it was changed in place
             raise InvalidProblem(f"{name} must be a tensor of integers, got {type(x).__name__}")
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_axes(name, x, "tokens, heads, head_dim")
     if settings().batch_invariant and not is_watched(q) and not computes_by_torch(q.device):
-        its = (q, k, v, cu_seqlens_q, cu_kv), mask, score_of(score), scale
-        if not dropout_p and not needs_gradients(*its[0][:3], its[2]):
-            out, lse = _by_document(*its)
+        call = (q, k, v, cu_seqlens_q, cu_kv), mask, score_of(score), scale
+        if not dropout_p and not needs_gradients(q, k, v, call[2]):
+            out, lse = _by_document(*call)
             return (out, lse) if return_lse else out
     lengths = q.shape[0], k.shape[0]
     whole = packed_mask(cu_seqlens_q, cu_kv, mask, lengths[1])
@@ -90,20 +91,23 @@ def _by_document(
     score: Score | None,
     scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, lse) with tiles that begin where documents do, so that their bits do not depend
-    on the documents before: keys are pages of one, of as many requests as there are documents."""
+    """Compute (out, lse) with tiles that begin at the starts of documents.
+
+    The bits of a document then do not depend on the documents before it. Each document is a
+    request, and each key a page.
+    """
     *tensors, cu_q, cu_kv = packed_tensors
     if (dtype := autocast_dtype(tensors[0].device)) is not None:
-        tensors = [autocast(one, dtype) for one in tensors]
+        tensors = [autocast(tensor, dtype) for tensor in tensors]
     q, k, v = tensors
     tokens = len(q), len(k)
-    packed_mask(cu_q, cu_kv, mask, tokens[1])  # which checks what it is made of
-    cu_q, cu_kv = (one.to(q.device) for one in (cu_q, cu_kv))
+    packed_mask(cu_q, cu_kv, mask, tokens[1])  # for its checks
+    cu_q, cu_kv = (cu_seqlens.to(q.device) for cu_seqlens in (cu_q, cu_kv))
     if is_checked(cu_q) and is_checked(cu_kv):
         check_cu_seqlens(cu_q, cu_kv, tokens)
     longest_q, longest_kv = tokens
-    if not is_captured(q.device):  # they bound the work; the device is waited for
-        longest_q, longest_kv = (max(1, int(one.diff().max())) for one in (cu_q, cu_kv))
+    if not is_captured(q.device):  # tighter bounds mean less work; .diff() waits for the device
+        longest_q, longest_kv = (max(1, int(starts.diff().max())) for starts in (cu_q, cu_kv))
     table = cu_kv[:-1, None] + torch.arange(longest_kv, device=q.device)
     return attention_paged(
         *(q, k[:, None], v[:, None], table.clamp(max=tokens[1] - 1).int(), cu_kv.diff()),
@@ -127,8 +131,8 @@ def attention_jagged(
     dropout_p: float = 0.0,
     return_lse: bool = False,
 ) -> Any:
-    """Return attention of jagged nested tensors (batch, heads, ragged, dim), as PyTorch lays them
-    out: each sequence of the batch is a document. lse is nested too, (batch, heads, ragged)."""
+    """Compute attention of jagged nested tensors (batch, heads, ragged, dim), as PyTorch lays them
+    out. Each sequence of the batch is a document. lse is nested too, (batch, heads, ragged)."""
     parts: list[torch.Tensor] = []
     offsets: list[torch.Tensor] = []
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -143,7 +147,7 @@ def attention_jagged(
         parts.append(rows.values())
         offsets.append(rows.offsets())
     if offsets[1] is not offsets[2] and is_checked(offsets[1]):
-        lengths = [one.diff().tolist() for one in offsets[1:]]
+        lengths = [starts.diff().tolist() for starts in offsets[1:]]
         if lengths[0] != lengths[1]:
             raise InvalidProblem(
                 f"k and v must have sequences of the same lengths, got {lengths[0]} and "
@@ -165,13 +169,13 @@ def attention_jagged(
 
 
 def packed_mask(cu_q: torch.Tensor, cu_kv: torch.Tensor, mask: Mask | None, tokens: int) -> Mask:
-    """Return the packed mask, made once for the same tensors."""
+    """Return the mask of packed documents, cached for the same tensors."""
     if is_traced():
         return packed(cu_q, cu_kv, mask)
     if mask is not None:
         check_mask(mask)
     key = (id(cu_q), id(cu_kv), mask, tokens.bit_length())
-    # The tensors are kept too, so that nothing else gets their ids.
+    # The cache holds the tensors too, so that no other tensor gets their ids.
     return _masks.get(key, lambda: (packed(cu_q, cu_kv, mask, tokens=tokens), cu_q, cu_kv))[0]
 
 
