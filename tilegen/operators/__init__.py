@@ -1,9 +1,8 @@
-"""The operators tilegen::forward, tilegen::backward, tilegen::paged and tilegen::append, for
-programs that were exported.
+"""The operators tilegen::forward, tilegen::backward, tilegen::paged and tilegen::append.
 
-Graphs of torch.export and AOTInductor name the operators and nothing else of tilegen: whoever loads
-one imports this module first. Calls of `attention` and of its paged kin load it by themselves where
-they need it.
+Import this module before loading a graph that torch.export or AOTInductor saved: such a graph
+refers to the operators and to nothing else of tilegen. Calls of `attention`, `attention_paged` and
+`append_paged` import it where they need it.
 """
 
 from tilegen.operators.library import backward, forward

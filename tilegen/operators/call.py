@@ -1,4 +1,5 @@
-"""Calls that PyTorch watches, as calls of the operators. torch.compile traces this module."""
+"""Run calls that PyTorch traces, counts or transforms as operators. torch.compile traces this
+module."""
 
 from __future__ import annotations
 
@@ -24,10 +25,13 @@ def attend_watched(
     dropout_p: float,
     is_transformed: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, lse) of a call of `attention`, perhaps in a transform of torch.func. Raises
-    InvalidProblem or Unsupported."""
-    for name, one in (("q", q), ("k", k), ("v", v)):
-        check_axes(name, one, AXES)
+    """Compute (out, lse) of a call of `attention` by an operator.
+
+    `is_transformed`: the call is inside a transform of torch.func. Raises InvalidProblem or
+    Unsupported.
+    """
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_axes(name, tensor, AXES)
     if is_sharded(q):
         call = partial(
             attend_watched,
@@ -38,15 +42,15 @@ def attend_watched(
             dropout_p=dropout_p,
         )
         return on_each_device(call, q, k, v, mask, score, kv_lengths)
-    its = crossing(mask, score, kv_lengths)
-    its.fill(k)
+    encoded = crossing(mask, score, kv_lengths)
+    encoded.fill(k)
     if (dtype := autocast_dtype(q.device)) is not None:
-        q, k, v = [autocast(one, dtype) for one in (q, k, v)]
+        q, k, v = [autocast(tensor, dtype) for tensor in (q, k, v)]
     dropout = dropout_of(dropout_p, q)
     p, state = (0.0, None) if dropout is None else (dropout.p, dropout.state)
     factor = q.shape[3] ** -0.5 if scale is None else float(scale)
     if is_transformed and not torch.compiler.is_compiling():
-        rest = its.tensors if state is None else [*its.tensors, state]
-        call = its.text, factor, p, state is not None
+        rest = encoded.tensors if state is None else [*encoded.tensors, state]
+        call = encoded.text, factor, p, state is not None
         return Attention.apply(call, q, k, v, *rest)  # type: ignore[return-value]
-    return torch.ops.tilegen.forward(*(q, k, v, its.text, its.tensors, factor, p, state))
+    return torch.ops.tilegen.forward(*(q, k, v, encoded.text, encoded.tensors, factor, p, state))

@@ -1,5 +1,5 @@
-"""The part of a call that crosses into an operator: a text that says how mask and score are made,
-and the tensors that they are made of. torch.compile traces this module."""
+"""Encode mask, score and lengths of a call as arguments of an operator: a text and a list of
+tensors. `rebuilding` decodes them. torch.compile traces this module."""
 
 from __future__ import annotations
 
@@ -15,130 +15,130 @@ from tilegen.masks.score import Score, check_function
 
 
 class Crossing:
-    """The text and the tensors of a call's mask, score and lengths.
+    """The text and the tensors that encode a call's mask, score and lengths.
 
-    The text is JSON: `{"mask": ["&", ["plain", "causal", []], ["ids", 0, false]]}`, where
-    numbers of tensors are their places in the list. "trained" has the places of tensors that a
-    score gives gradients to.
+    The text is JSON, such as `{"mask": ["&", ["plain", "causal", []], ["ids", 0, false]]}`, and
+    refers to tensors by their index in the list. "trained" lists the indices of the tensors of a
+    score that need gradients.
     """
 
     def __init__(self) -> None:
-        """`trained` holds the places of a score's tensors that need gradients, even gradients of
-        0."""
+        """`trained` holds the indices of the tensors of a score that need gradients, including
+        tensors whose gradients are 0."""
         self.text = ""
         self.tensors: list[torch.Tensor] = []
         self.trained: list[int] = []
 
     def place(self, tensor: torch.Tensor) -> int:
-        """Return the place of a tensor in the list."""
-        for i, one in enumerate(self.tensors):
-            if one is tensor:
+        """Return the index of a tensor in the list, adding the tensor if it is new."""
+        for i, known in enumerate(self.tensors):
+            if known is tensor:
                 return i
         self.tensors.append(tensor)
         return len(self.tensors) - 1
 
     def fill(self, tensor: torch.Tensor) -> None:
-        """Place a tensor that nobody reads where a program is exported with none: AOTInductor makes
-        None of an empty list."""
+        """Add an unused tensor if a program without tensors is exported: AOTInductor would turn an
+        empty list into None."""
         if torch.compiler.is_exporting() and not self.tensors:
             self.place(tensor)
 
     def places(self, tensors: Any) -> str:
-        """Return the places of tensors, as JSON."""
-        return "[" + ",".join([str(self.place(one)) for one in tensors]) + "]"
+        """Return the indices of tensors as JSON."""
+        return "[" + ",".join([str(self.place(tensor)) for tensor in tensors]) + "]"
 
     def trained_places(self, tensors: Any) -> str:
-        """Return the places of a score's tensors, as JSON, and note which get gradients."""
-        for one in tensors:
-            if one.requires_grad and self.place(one) not in self.trained:
-                self.trained.append(self.place(one))
+        """Return the indices of a score's tensors as JSON, and record which need gradients."""
+        for tensor in tensors:
+            if tensor.requires_grad and self.place(tensor) not in self.trained:
+                self.trained.append(self.place(tensor))
         return self.places(tensors)
 
 
 def crossing(mask: Any, score: Any, kv_lengths: torch.Tensor | None) -> Crossing:
-    """Return the text and the tensors of a call. Raises InvalidProblem and Unsupported."""
-    found = Crossing()
+    """Encode mask, score and lengths of a call. Raises InvalidProblem and Unsupported."""
+    encoded = Crossing()
     parts: list[str] = []
     if mask is not None:
-        parts.append('"mask":' + _mask(mask, found))
+        parts.append('"mask":' + _mask(mask, encoded))
     if score is not None:
-        parts.append('"score":' + _score(score, found))
+        parts.append('"score":' + _score(score, encoded))
     if kv_lengths is not None:
-        parts.append('"lengths":' + str(found.place(kv_lengths)))
-    if found.trained and torch.is_grad_enabled():
-        parts.append('"trained":[' + ",".join([str(place) for place in found.trained]) + "]")
-    found.text = "{" + ",".join(parts) + "}"
-    return found
+        parts.append('"lengths":' + str(encoded.place(kv_lengths)))
+    if encoded.trained and torch.is_grad_enabled():
+        parts.append('"trained":[' + ",".join([str(place) for place in encoded.trained]) + "]")
+    encoded.text = "{" + ",".join(parts) + "}"
+    return encoded
 
 
-def _mask(mask: Any, found: Crossing) -> str:
+def _mask(mask: Any, encoded: Crossing) -> str:
     check_mask(mask)
     made = getattr(mask, "_made", None)
     if made is None:
         if isinstance(mask, Not):
-            return f'["~",{_mask(mask.part, found)}]'
-        return _plain(mask, found)
+            return f'["~",{_mask(mask.part, encoded)}]'
+        return _plain(mask, encoded)
     how = made[0]
     if how == "function":
         _, function, text, captured = made
-        if text:  # as it was traced outside
-            return f'["keep","{text}",{found.places(captured)}]'
+        if text:  # already traced outside of torch.compile
+            return f'["keep","{text}",{encoded.places(captured)}]'
         from tilegen.masks.tracing.compiled import trace
 
-        its = trace(function, is_score=False)
-        return f'["keep","{its.text}",{found.places(its.captured)}]'
+        traced = trace(function, is_score=False)
+        return f'["keep","{traced.text}",{encoded.places(traced.captured)}]'
     if how == "ids":
-        return f'["ids",{found.place(made[1])},{"true" if made[2] else "false"}]'
+        return f'["ids",{encoded.place(made[1])},{"true" if made[2] else "false"}]'
     if how == "packed":
         _, cu_q, cu_kv, inner = made
-        return f'["packed",{found.place(cu_q)},{found.place(cu_kv)},{_mask(inner, found)}]'
+        return f'["packed",{encoded.place(cu_q)},{encoded.place(cu_kv)},{_mask(inner, encoded)}]'
     if how == "tree":
-        lengths = "null" if made[2] is None else str(found.place(made[2]))
-        return f'["tree",{found.place(made[1])},{lengths}]'
+        lengths = "null" if made[2] is None else str(encoded.place(made[2]))
+        return f'["tree",{encoded.place(made[1])},{lengths}]'
     if how == "blocks":
         _, tensors, sides, inner = made
         sizes = f"[{int(sides[0])},{int(sides[1])}]"
-        return f'["blocks",{found.places(tensors)},{sizes},{_mask(inner, found)}]'
-    return f'["{how}",' + ",".join([_mask(one, found) for one in made[1]]) + "]"
+        return f'["blocks",{encoded.places(tensors)},{sizes},{_mask(inner, encoded)}]'
+    return f'["{how}",' + ",".join([_mask(part, encoded) for part in made[1]]) + "]"
 
 
-def _plain(mask: Mask, found: Crossing) -> str:
-    """Return a mask whose notation says all but its tensors."""
-    tensors = [one.tensor for one, _ in values_of(mask)]
-    for one in tensors:
-        if one is None:
+def _plain(mask: Mask, encoded: Crossing) -> str:
+    """Encode a mask that its notation and its tensors determine."""
+    tensors = [value.tensor for value, _ in values_of(mask)]
+    for tensor in tensors:
+        if tensor is None:
             raise InvalidProblem(f"expected a mask with its tensors, got {mask.notation}")
-    # Typical numbers, which depend on elements, are for the other side to find.
+    # Typical numbers depend on elements: the operator's side computes them from the tensors.
     notation = mask.notation if not tensors else mask.described(typical=TYPICAL).notation
-    return f'["plain","{notation}",{found.places(tensors)}]'
+    return f'["plain","{notation}",{encoded.places(tensors)}]'
 
 
-def _score(score: Any, found: Crossing) -> str:
+def _score(score: Any, encoded: Crossing) -> str:
     if isinstance(score, Chain):
-        return '["then",' + ",".join([_score(one, found) for one in score.parts]) + "]"
+        return '["then",' + ",".join([_score(part, encoded) for part in score.parts]) + "]"
     if isinstance(score, InDocuments):
-        return f'["within",{_score(score.score, found)},{found.places(score.cu_seqlens)}]'
+        return f'["within",{_score(score.score, encoded)},{encoded.places(score.cu_seqlens)}]'
     if isinstance(score, Score):
         made = getattr(score, "_made", None)
         if made is not None and made[0] != "function":
-            return _score(made[1], found)
-        if made is not None and score.derived:  # made again by the function alone
-            return _function(made[1], found)
-        found.trained_places(score.unused)
-        return _spelt(score.text, score.captured, score.sizes, score.sink_logits, found)
+            return _score(made[1], encoded)
+        if made is not None and score.derived:  # rebuilt from the function alone
+            return _function(made[1], encoded)
+        encoded.trained_places(score.unused)
+        return _spelt(score.text, score.captured, score.sizes, score.sink_logits, encoded)
     check_function(score)
-    return _function(score, found)
+    return _function(score, encoded)
 
 
-def _function(function: Any, found: Crossing) -> str:
+def _function(function: Any, encoded: Crossing) -> str:
     from tilegen.masks.tracing.compiled import trace
 
-    its = trace(function, is_score=True)
-    found.trained_places(its.unused)
-    return _spelt(its.text, its.captured, (), None, found)
+    traced = trace(function, is_score=True)
+    encoded.trained_places(traced.unused)
+    return _spelt(traced.text, traced.captured, (), None, encoded)
 
 
-def _spelt(text: str, captured: Any, sizes: Any, sinks: Any, found: Crossing) -> str:
+def _spelt(text: str, captured: Any, sizes: Any, sinks: Any, encoded: Crossing) -> str:
     shown = ",".join([f'[{int(slot)},"{axes}"]' for slot, axes in sizes])
-    of_sinks = "null" if sinks is None else found.trained_places([sinks])[1:-1]
-    return f'["score","{text}",{found.trained_places(captured)},[{shown}],{of_sinks}]'
+    of_sinks = "null" if sinks is None else encoded.trained_places([sinks])[1:-1]
+    return f'["score","{text}",{encoded.trained_places(captured)},[{shown}],{of_sinks}]'

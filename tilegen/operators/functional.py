@@ -1,4 +1,5 @@
-"""`attention` for the transforms of torch.func: an operator's own gradients are not for them."""
+"""`attention` as a torch.autograd.Function, for the transforms of torch.func: these cannot use the
+gradients that an operator registers."""
 
 from __future__ import annotations
 
@@ -11,11 +12,12 @@ from tilegen.launch.derivatives import refuse_second
 from tilegen.operators.library import by_place, mapped
 
 Call = tuple[str, float, float, bool]
-"""The parts of a call that are no tensors: changes, scale, dropout_p, and whether it drops."""
+"""The arguments of a call that are not tensors: text of the crossing, scale, dropout_p, and whether
+dropout is on."""
 
 
 class Attention(torch.autograd.Function):
-    """The operators as one function: what is no tensor comes first, then all tensors."""
+    """The operators as one function. Arguments: a `Call`, then all tensors."""
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -29,7 +31,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Keep what the backward needs."""
+        """Save the tensors for the backward."""
         ctx.call, *given = inputs
         ctx.save_for_backward(*given, *output)
         ctx.set_materialize_grads(False)
@@ -41,17 +43,17 @@ class Attention(torch.autograd.Function):
         q, k, v, *rest, out, lse = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
         dlse = torch.zeros_like(lse) if dlse is None else dlse
-        found = _Gradients.apply(ctx.call, q, k, v, out, lse, dout, dlse, *rest)
-        return None, *found[:3], *by_place(ctx.call[0], found[3:], len(rest))
+        grads = _Gradients.apply(ctx.call, q, k, v, out, lse, dout, dlse, *rest)
+        return None, *grads[:3], *by_place(ctx.call[0], grads[3:], len(rest))
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, call: Any, *given: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the call for each entry of the mapped dimension."""
-        return mapped(lambda *one: Attention.apply(call, *one), info, in_dims[1:], given)
+        """Call the function for each entry of the mapped dimension."""
+        return mapped(lambda *entry: Attention.apply(call, *entry), info, in_dims[1:], given)
 
 
 class _Gradients(torch.autograd.Function):
-    """The gradients of a call, which have none of their own."""
+    """The gradients of a call, which cannot be differentiated again."""
 
     @staticmethod
     def forward(call: Call, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -59,7 +61,7 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Keep nothing."""
+        """Save nothing."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> NoReturn:
@@ -67,13 +69,13 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, call: Any, *given: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the gradients for each entry of the mapped dimension."""
-        return mapped(lambda *one: _Gradients.apply(call, *one), info, in_dims[1:], given)
+        """Compute the gradients for each entry of the mapped dimension."""
+        return mapped(lambda *entry: _Gradients.apply(call, *entry), info, in_dims[1:], given)
 
 
 def _as_operator(call: Call, rest: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-    """Return the operators' arguments after q, k, v and gradients; `rest` are the tensors of a
-    crossing, and behind them the dropout's state."""
+    """Return the arguments of an operator after q, k, v and gradients. `rest` holds the tensors of
+    a crossing, then the state of dropout if it is on."""
     text, scale, dropout_p, drops = call
     tensors, state = list(rest[: len(rest) - drops]), rest[-1] if drops else None
     return text, tensors, scale, dropout_p, state

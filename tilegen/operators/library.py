@@ -1,5 +1,5 @@
-"""`tilegen::forward` and `tilegen::backward`, and what PyTorch asks of an operator: shapes without
-data, gradients, a rule for vmap, and how many operations it does."""
+"""Register `tilegen::forward` and `tilegen::backward` with PyTorch: shapes for tracing, gradients,
+a rule for vmap, and counts of operations."""
 
 from __future__ import annotations
 
@@ -29,11 +29,13 @@ def forward(
     dropout_p: float,
     dropout_state: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, lse) of `attention`, lse (batch, heads, 2, seqlen_q) where there is a score: see
-    `public_lse`; `changes` and `tensors` are a crossing."""
-    its, _ = rebuilt(changes, tensors, (), _lengths(q, k), _dropout(dropout_p, dropout_state))
+    """Compute (out, lse) of `attention`; `changes` and `tensors` are a crossing.
+
+    With a score, lse is (batch, heads, 2, seqlen_q): see `public_lse`.
+    """
+    decoded, _ = rebuilt(changes, tensors, (), _lengths(q, k), _dropout(dropout_p, dropout_state))
     with torch.no_grad():
-        out, lse = planned(q, k, v, its, scale)
+        out, lse = planned(q, k, v, decoded, scale)
     if _has_score(changes) and lse.dim() == 3:
         lse = torch.stack([lse, torch.zeros_like(lse)], 2)
     return _as_promised(out, q), lse.contiguous()
@@ -63,14 +65,14 @@ def backward(
     dropout_p: float,
     dropout_state: torch.Tensor | None,
 ) -> list[torch.Tensor]:
-    """Return dq, dk, dv, and the gradients of the tensors that the crossing says are trained."""
+    """Compute dq, dk, dv, and the gradients of the trained tensors of the crossing."""
     dropout, trained = _dropout(dropout_p, dropout_state), trained_places(changes)
-    its, read = rebuilt(changes, tensors, trained, _lengths(q, k), dropout)
-    given = [q, k, v, *(read[i] for i in trained)]
-    found = differentiated(given, (out, lse), dout, dlse, its, scale)
+    decoded, read = rebuilt(changes, tensors, trained, _lengths(q, k), dropout)
+    inputs = [q, k, v, *(read[i] for i in trained)]
+    grads = differentiated(inputs, (out, lse), dout, dlse, decoded, scale)
     return [
-        _as_promised(torch.zeros_like(one) if grad is None else grad, one if i < 3 else None)
-        for i, (one, grad) in enumerate(zip(given, found, strict=True))
+        _as_promised(torch.zeros_like(x) if grad is None else grad, x if i < 3 else None)
+        for i, (x, grad) in enumerate(zip(inputs, grads, strict=True))
     ]
 
 
@@ -78,7 +80,7 @@ def backward(
 def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
     changes, tensors = rest[4], rest[5]
     return [
-        *(empty_like(one, one.shape[3]) for one in (q, k, v)),
+        *(empty_like(x, x.shape[3]) for x in (q, k, v)),
         *(
             torch.empty_like(tensors[i], memory_format=torch.contiguous_format)
             for i in trained_places(changes)
@@ -94,8 +96,8 @@ def differentiated(
     changes: Changes,
     scale: float,
 ) -> list[torch.Tensor | None]:
-    """Return the gradients of what is given: q, k, v, and trained tensors of a score; `results` are
-    out and lse."""
+    """Compute the gradients of the inputs `given`: q, k, v and trained tensors of a score.
+    `results` are out and lse."""
     with torch.enable_grad():
         plan = plan_of(given[0], given[1], given[2], changes)
     if plan.kernels is None or scale < 0:
@@ -116,21 +118,21 @@ def _by_kernels(
     wanted = Wanted(
         dq=True,
         dkdv=True,
-        sinks=any(one is changes.sinks for one in given),
-        captured=tuple(slot for slot, one in enumerate(changes.captured) if one.requires_grad),
+        sinks=any(tensor is changes.sinks for tensor in given),
+        captured=tuple(slot for slot, x in enumerate(changes.captured) if x.requires_grad),
     )
     out, lse = results
     lse = lse if kernels.problem.pair_lse else public_lse(lse).contiguous()
-    its = gradients(
+    grads = gradients(
         kernels, (*given[:3], out, lse), dout, dlse, scale, changes.on(given[0].device), wanted
     )
-    found: list[torch.Tensor | None] = [its.dq, its.dk, its.dv]
-    for one in given[3:]:
-        parts = [its.captured.get(i) for i, read in enumerate(changes.captured) if read is one]
-        parts += [its.sinks] * (one is changes.sinks)
-        parts = [part.to(one.device) for part in parts if part is not None]
-        found.append(sum(parts[1:], parts[0]) if parts else None)
-    return found
+    by_input: list[torch.Tensor | None] = [grads.dq, grads.dk, grads.dv]
+    for tensor in given[3:]:  # a score may read a tensor in several slots: add their gradients
+        parts = [grads.captured.get(i) for i, x in enumerate(changes.captured) if x is tensor]
+        parts += [grads.sinks] * (tensor is changes.sinks)
+        parts = [part.to(tensor.device) for part in parts if part is not None]
+        by_input.append(sum(parts[1:], parts[0]) if parts else None)
+    return by_input
 
 
 def _computed_again(
@@ -140,9 +142,9 @@ def _computed_again(
     changes: Changes,
     scale: float,
 ) -> list[torch.Tensor | None]:
-    """Return the gradients of a call that is brought into another form, by autograd."""
-    with torch.inference_mode(False), torch.enable_grad():  # autograd is excluded in an operator
-        q, k, v = (one.detach().requires_grad_() for one in given[:3])
+    """Compute gradients by autograd, running the forward again: for calls that a plan rewrites."""
+    with torch.inference_mode(False), torch.enable_grad():  # off inside of an operator
+        q, k, v = (x.detach().requires_grad_() for x in given[:3])
         out, lse = planned(q, k, v, changes, scale)
         results, grads = [out], [dout]
         if dlse is not None:
@@ -151,7 +153,8 @@ def _computed_again(
 
 
 def _has_score(changes: str) -> bool:
-    """True where a crossing has a score: then the operators' lse is in pairs, whatever computes."""
+    """Check whether a crossing has a score. Then the operators' lse is in pairs, whatever kernel
+    computes it."""
     return '"score":' in changes
 
 
@@ -163,13 +166,14 @@ def _dropout(p: float, state: torch.Tensor | None) -> Dropout | None:
     return None if state is None else Dropout(p, state)
 
 
-def _as_promised(found: torch.Tensor, like: torch.Tensor | None) -> torch.Tensor:
-    """Return a result with the strides that were promised for it: as q, k or v lie, or dense."""
-    return found.contiguous() if like is None else laid_like(found, like)
+def _as_promised(result: torch.Tensor, like: torch.Tensor | None) -> torch.Tensor:
+    """Return a result with the strides that the fake operator promised: those of `like`, or
+    dense."""
+    return result.contiguous() if like is None else laid_like(result, like)
 
 
 # --------------------------------------------------------------------------------------------------
-# Gradients of the operator itself, for graphs
+# Gradients of the operator, for traced graphs
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -183,22 +187,23 @@ def _give(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tup
     changes, scale, dropout_p, drops = ctx.call
     q, k, v, out, lse, *rest = ctx.saved_tensors
     state, tensors = rest[0] if drops else None, list(rest[drops:])
-    found = torch.ops.tilegen.backward(
+    grads = torch.ops.tilegen.backward(
         *(q, k, v, out, lse, torch.zeros_like(out) if dout is None else dout, dlse),
         *(changes, tensors, scale, dropout_p, state),
     )
-    of_tensors = by_place(changes, found[3:], len(tensors))
-    return *found[:3], None, of_tensors, None, None, None
+    of_tensors = by_place(changes, grads[3:], len(tensors))
+    return *grads[:3], None, of_tensors, None, None, None
 
 
 def by_place(
     changes: str, gradients: Sequence[torch.Tensor], count: int
 ) -> list[torch.Tensor | None]:
-    """Return the gradients of the `count` tensors of a crossing, of which some are trained."""
-    found: list[torch.Tensor | None] = [None] * count
-    for i, one in zip(trained_places(changes), gradients, strict=True):
-        found[i] = one
-    return found
+    """Return gradients for the `count` tensors of a crossing, None for tensors that are not
+    trained. `gradients` are those of the trained tensors."""
+    by_tensor: list[torch.Tensor | None] = [None] * count
+    for i, grad in zip(trained_places(changes), gradients, strict=True):
+        by_tensor[i] = grad
+    return by_tensor
 
 
 forward.register_autograd(_give, setup_context=_keep)
@@ -209,19 +214,22 @@ forward.register_autograd(_give, setup_context=_keep)
 
 
 def mapped(run: Callable[..., Any], info: Any, in_dims: Any, given: Any) -> tuple[Any, Any]:
-    """Return the results of calls, one for each entry of the mapped dimension, and where it is in
-    them: masks and scores may read the batch, so that entries cannot become more of it."""
+    """Run a call for each entry of the mapped dimension; return stacked results and the positions
+    of that dimension in them.
+
+    Entries cannot be folded into the batch, since masks and scores may read the batch index.
+    """
 
     def entry(dims: Any, value: Any, i: int) -> Any:
         if isinstance(dims, list | tuple):
-            return [entry(*one, i) for one in zip(cast("Any", dims), value, strict=True)]
+            return [entry(*pair, i) for pair in zip(cast("Any", dims), value, strict=True)]
         return value if dims is None else value.select(dims, i)
 
-    each = [
-        run(*(entry(*one, i) for one in zip(in_dims, given, strict=True)))
+    by_entry = [
+        run(*(entry(*pair, i) for pair in zip(in_dims, given, strict=True)))
         for i in range(info.batch_size)
     ]
-    results = tuple(torch.stack(parts) for parts in zip(*each, strict=True))
+    results = tuple(torch.stack(parts) for parts in zip(*by_entry, strict=True))
     return results, (0,) * len(results)
 
 
@@ -237,7 +245,7 @@ def _(info: Any, in_dims: Any, *given: Any) -> tuple[Any, Any]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Operations done, as PyTorch counts those of its own attention: of all pairs, whatever the mask
+# Operations, counted as for PyTorch's own attention: of all pairs, whatever the mask
 
 
 @register_flop_formula(torch.ops.tilegen.forward)

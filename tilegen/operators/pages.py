@@ -1,4 +1,4 @@
-"""`tilegen::paged` and `tilegen::append`: calls over the pages of a cache that PyTorch watches.
+"""`tilegen::paged` and `tilegen::append`: operators for calls over the pages of a cache.
 torch.compile traces `attend_pages_watched`."""
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ def attend_pages_watched(
     scale: float | None,
     layout: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, lse) as `attend_pages` does. Raises InvalidProblem or Unsupported."""
+    """Compute (out, lse) as `attend_pages` does, by an operator. Raises InvalidProblem or
+    Unsupported."""
     check_axes("q", q, QUERY_AXES[q_starts is not None])
     refuse_gradients(q, k_pages, v_pages, None)
-    its = crossing(mask, score, None)
-    if its.trained:
-        refuse_gradients(its.tensors[its.trained[0]], k_pages, v_pages, None)
-    its.fill(q)
+    encoded = crossing(mask, score, None)
+    if encoded.trained:
+        refuse_gradients(encoded.tensors[encoded.trained[0]], k_pages, v_pages, None)
+    encoded.fill(q)
     if q_starts is None:
         requests, _, max_q_length, _ = q.shape
         end = (requests + 1) * max_q_length
@@ -47,7 +48,7 @@ def attend_pages_watched(
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
     out, lse = torch.ops.tilegen.paged(
         *(q, k_pages, v_pages, block_table, kv_lengths, q_starts, max_q_length, max_kv_length),
-        *(its.text, its.tensors, factor, layout),
+        *(encoded.text, encoded.tensors, factor, layout),
     )
     return out.transpose(0, 1).unsqueeze(0), lse.unsqueeze(0)
 
@@ -67,16 +68,17 @@ def paged(
     scale: float,
     layout: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return out (total_q, heads, d_v) and lse (heads, total_q), dense, of `attention_paged` with
-    packed queries; `changes` and `tensors` are a crossing."""
+    """Compute `attention_paged` with packed queries; `changes` and `tensors` are a crossing.
+
+    Returns out (total_q, heads, d_v) and lse (heads, total_q), dense.
+    """
     page = k_pages.shape[1 if layout == "NHD" else 2]
     room = block_table.shape[1] * page if max_kv_length is None else max_kv_length
-    its, _ = rebuilt(changes, tensors, (), (max_q_length, room), None)
+    decoded, _ = rebuilt(changes, tensors, (), (max_q_length, room), None)
+    where = block_table, kv_lengths, q_starts
     bounds = max_q_length, max_kv_length
     with torch.no_grad():
-        out, lse = attend_pages(
-            *(q, k_pages, v_pages, block_table, kv_lengths, q_starts, *bounds, its, scale, layout)
-        )
+        out, lse = attend_pages(*(q, k_pages, v_pages, *where, *bounds, decoded, scale, layout))
     return out.squeeze(0).transpose(0, 1).contiguous(), lse.squeeze(0).contiguous()
 
 

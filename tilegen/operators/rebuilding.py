@@ -1,7 +1,8 @@
-"""Masks and scores of a crossing, made again on the operators' side.
+"""Decode the masks and scores of a crossing inside of an operator.
 
-What a text determines is made once, with the tensors of the first call, whose elements decide
-nothing that must be right; further calls put their tensors in the same places.
+Masks and scores are cached by text, built with the tensors of the first call. Elements of these
+tensors affect only estimates, never results. Further calls put their own tensors in the same
+places.
 """
 
 from __future__ import annotations
@@ -41,15 +42,17 @@ def rebuilt(
     lengths: tuple[int, int],
     dropout: Dropout | None,
 ) -> tuple[Changes, Tensors]:
-    """Rebuild mask, score and lengths of a call from its crossing. Returns them with the tensors
-    that they read in place of the given tensors; those `trained` need gradients. Raises
-    InvalidProblem and Unsupported."""
+    """Rebuild mask, score and lengths of a call from its crossing.
+
+    Also returns the tensors that they read, in the order of `tensors`; those in `trained` need
+    gradients. Raises InvalidProblem and Unsupported.
+    """
     tensors = [
-        # Each tensor is an object of its own: by that its place is found.
-        one.detach().requires_grad_(i in trained)
-        if i in trained or one.requires_grad or any(one is other for other in tensors[:i])
-        else one
-        for i, one in enumerate(tensors)
+        # Each tensor must be an object of its own: its place is looked up by id.
+        tensor.detach().requires_grad_(i in trained)
+        if i in trained or tensor.requires_grad or any(tensor is x for x in tensors[:i])
+        else tensor
+        for i, tensor in enumerate(tensors)
     ]
     spec = _spec(text)
     mask = FULL if "mask" not in spec else _filled_mask(spec["mask"], tensors, lengths)
@@ -59,7 +62,7 @@ def rebuilt(
 
 
 def trained_places(text: str) -> list[int]:
-    """Return the places of the tensors that a score gives gradients to."""
+    """Return the indices of the tensors of a crossing that need gradients."""
     return _spec(text).get("trained", [])
 
 
@@ -74,7 +77,7 @@ def _spec(text: str) -> Any:
 
 @dataclass(frozen=True)
 class _Place:
-    """The place of a tensor in a mask or a score that is kept for other tensors."""
+    """The index of a tensor, in the place of that tensor in a cached mask or score."""
 
     number: int
 
@@ -82,9 +85,9 @@ class _Place:
 def _filled_mask(spec: Any, tensors: Tensors, lengths: tuple[int, int]) -> Mask:
     if spec[0] == "blocks":
         return _of_blocks(spec, tensors, lengths)
-    places = {id(one): _Place(i) for i, one in enumerate(tensors)}
+    places = {id(tensor): _Place(i) for i, tensor in enumerate(tensors)}
     kept = _masks.get(
-        _key(spec, tensors), lambda: _reading(_mask(spec, tensors), lambda one: places[id(one)])
+        _key(spec, tensors), lambda: _reading(_mask(spec, tensors), lambda x: places[id(x)])
     )
     if not kept.values:
         return kept
@@ -94,12 +97,12 @@ def _filled_mask(spec: Any, tensors: Tensors, lengths: tuple[int, int]) -> Mask:
 
 
 def _key(spec: Any, tensors: Tensors) -> Any:
-    """Return the cache key of a specification and the kinds of its tensors."""
-    return repr(spec), tuple((one.dtype, one.ndim, one.device) for one in tensors)
+    """Return the cache key of a specification and its tensors' dtypes, dimensions and devices."""
+    return repr(spec), tuple((tensor.dtype, tensor.ndim, tensor.device) for tensor in tensors)
 
 
 def _reading(mask: Mask, changed: Callable[[Any], Any]) -> Mask:
-    """Return a mask with other tensors, or places for them, in the place of those it reads."""
+    """Return a mask with each tensor that it reads replaced by `changed(tensor)`."""
     recipes: dict[int, Any] = {}
 
     def of_value(value: Values) -> Values:
@@ -113,11 +116,11 @@ def _reading(mask: Mask, changed: Callable[[Any], Any]) -> Mask:
 
 
 def _mask(spec: Any, tensors: Tensors) -> Mask:
-    """Return the mask of a specification, made of tensors. Raises InvalidProblem, Unsupported."""
+    """Build the mask of a specification from tensors. Raises InvalidProblem and Unsupported."""
     match spec:
         case "plain", notation, places:
             given = iter([tensors[i] for i in places])
-            return with_values(parse_mask(notation), lambda one: _with(one, next(given)))
+            return with_values(parse_mask(notation), lambda value: _with(value, next(given)))
         case "keep", text, places:
             from tilegen.masks.expression_mask import mask_of_text  # loads SymPy
 
@@ -132,13 +135,13 @@ def _mask(spec: Any, tensors: Tensors) -> Mask:
             return ~_mask(inner, tensors)
         case ("&" | "|") as sign, *parts:
             join = intersect if sign == "&" else unite
-            return join(*(_mask(one, tensors) for one in parts))
+            return join(*(_mask(part, tensors) for part in parts))
         case _:
             raise InvalidProblem(f"expected a mask that crossed into an operator, got {spec!r}")
 
 
 def _with(value: Values, tensor: torch.Tensor) -> Values:
-    """Return a stand-in with its tensor, and with what is typical of that where it can be told."""
+    """Give a placeholder its tensor, and the typical number of the tensor if it can be computed."""
     typical = value.typical  # percent of pairs
     if value.pattern in ("constant", "layout"):
         typical = typical_of(tensor)
@@ -151,20 +154,20 @@ _masks: BoundedCache[Any, Mask] = BoundedCache(MAX_KNOWN)
 
 
 def _of_blocks(spec: Any, tensors: Tensors, lengths: tuple[int, int]) -> Mask:
-    """Return the mask of a BlockMask, made once for its tensors while they are the same."""
+    """Build the mask of a BlockMask, or return the cached mask if its tensors are unchanged."""
     _, places, sides, inner = spec
     inside = _filled_mask(inner, tensors, lengths)
     counts, indices, *whole = (tensors[i] for i in places)
-    now = (repr(spec), lengths, *(one.is_inference() or one._version for one in tensors))
+    now = repr(spec), lengths, *(x.is_inference() or x._version for x in tensors)
     known = _blocks.get(id(indices))
     same = known is not None and all(
-        one() is other for one, other in zip(known[0], tensors, strict=True)
+        reference() is tensor for reference, tensor in zip(known[0], tensors, strict=True)
     )
     if known is None or not same or known[1] != now:
         blocks = Blocks(counts, indices, (whole[0], whole[1]) if whole else None, tuple(sides))
-        found = blocks.mask(inside, lengths)
-        # Nothing of the tensors is kept alive where their mask_mod says it all.
-        held = None if found is inside else found
+        mask = blocks.mask(inside, lengths)
+        # If the mask_mod alone gives the mask, the cache must not keep its tensors alive.
+        held = None if mask is inside else mask
         known = _blocks[id(indices)] = tuple(map(ref, tensors)), now, held
     return inside if known[2] is None else known[2]
 
@@ -183,9 +186,9 @@ def _filled_score(spec: Any, tensors: Tensors, lengths: tuple[int, int]) -> Scor
         _, inner, (cu_q, cu_kv) = spec
         score = _filled_score(inner, tensors, lengths)
         return within_documents(score, tensors[cu_q], tensors[cu_kv], lengths)
-    places = {id(one): _Place(i) for i, one in enumerate(tensors)}
+    places = {id(tensor): _Place(i) for i, tensor in enumerate(tensors)}
     kept = _scores.get(
-        _key(spec, tensors), lambda: _changed(_score(spec, tensors), lambda one: places[id(one)])
+        _key(spec, tensors), lambda: _changed(_score(spec, tensors), lambda x: places[id(x)])
     )
     return _changed(kept, lambda place: tensors[place.number])
 
@@ -205,7 +208,7 @@ def _score(spec: Any, tensors: Tensors) -> Score:
                 tuple((slot, axes) for slot, axes in sizes),
             )
         case "then", *parts:
-            return reduce(Score.then, (_score(one, tensors) for one in parts))
+            return reduce(Score.then, (_score(part, tensors) for part in parts))
         case _:
             raise InvalidProblem(f"expected a score that crossed into an operator, got {spec!r}")
 

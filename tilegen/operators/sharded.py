@@ -1,4 +1,4 @@
-"""Calls with tensors that are spread over devices (DTensor): each device attends to what it has."""
+"""Calls with tensors that are sharded over devices (DTensor): each device attends to its shard."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 from tilegen.errors import Unsupported
 
 NAMES = {0: "b", 1: "h"}
-"""Names that masks and scores have for the dimensions along which calls fall apart."""
+"""Names of the dimensions along which calls can be sharded, as masks and scores use them."""
 
 
 def is_sharded(q: Any) -> bool:
-    """Whether a tensor is spread over devices. Loads nothing: the module is there once imported.
+    """Check whether a tensor is a DTensor, without importing torch.distributed.tensor.
 
-    `sys.modules` is not searched: torch.compile would wrap each of some thousand modules.
+    `sys.modules` is not searched, since torch.compile would wrap each of its thousands of modules.
     """
     module = getattr(torch.distributed, "tensor", None)
     return module is not None and isinstance(q, module.DTensor)
@@ -32,10 +32,10 @@ def on_each_device(
     score: Any,
     kv_lengths: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, lse) of `run(q, k, v)` on each device with its part of batch entries or heads.
+    """Compute (out, lse) by `run(q, k, v)` on each device, for its batch entries or heads.
 
-    Raises Unsupported where the parts are others, or where mask and score read what is numbered
-    anew in each part.
+    Raises Unsupported if q, k and v are sharded differently. Raises it also if mask or score use
+    the index of a sharded dimension, or tensors: each shard counts from 0.
     """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.experimental import local_map
@@ -44,15 +44,15 @@ def on_each_device(
 
     given: Any = (q, k, v)
     placements = tuple(q.placements)  # type: ignore[attr-defined]
-    if any(getattr(one, "placements", None) != placements for one in given):
-        shown = ", ".join(str(getattr(one, "placements", None)) for one in given)
+    if any(getattr(tensor, "placements", None) != placements for tensor in given):
+        shown = ", ".join(str(getattr(tensor, "placements", None)) for tensor in given)
         raise Unsupported(f"expected q, k and v with the same placements, got {shown}")
     text = crossing(mask, score, kv_lengths).text
-    for one in placements:
-        dim = one.dim if isinstance(one, Shard) else None
-        if not isinstance(one, Replicate) and dim not in NAMES:
+    for placement in placements:
+        dim = placement.dim if isinstance(placement, Shard) else None
+        if not isinstance(placement, Replicate) and dim not in NAMES:
             raise Unsupported(
-                f"expected q, k and v replicated, or sharded along batch or heads, got {one}"
+                f"expected q, k and v replicated, or sharded along batch or heads, got {placement}"
             )
         if dim is not None and (
             kv_lengths is not None or re.search(rf"(?<![a-z_]){NAMES[dim]}(?![a-z_])|@", text)
