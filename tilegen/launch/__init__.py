@@ -1,2 +1,2 @@
-"""Launches of emitted kernels: for one call (`kernels`), with gradients (`autograd`), by one text
-(`launch_text`) whatever runs the kernel."""
+"""Launch emitted kernels: for a call (`kernels`), with gradients (`autograd`), by generated Python
+(`launch_text`)."""

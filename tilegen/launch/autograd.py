@@ -1,4 +1,4 @@
-"""Run of a call whose kernels are known: forward and backward as one differentiable step."""
+"""Run forward and backward of a call with chosen kernels as one differentiable step."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def run(
     scale: float,
     changes: Changes,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, lse), differentiable where anything needs a gradient."""
-    read: tuple[torch.Tensor | None, ...] = ()  # by a score
+    """Compute (out, lse), differentiable if any input needs a gradient."""
+    read: tuple[torch.Tensor | None, ...] = ()  # tensors of the score
     if changes.score is not None:
         changes = changes.on(q.device)
         read = (changes.sinks, *changes.captured)
@@ -45,15 +45,15 @@ def run(
     return kernels.forward(q, k, v, scale, changes)
 
 
-# `Function` without what transforms of torch.func need: their tensors have no addresses and are
-# refused before. PyTorch does not document it; it takes a quarter less time, and where it is
-# missing, `Function` does the same.
+# `Function` without its support for transforms of torch.func, whose tensors have no addresses and
+# never get here. It takes a quarter less time. It is undocumented: `Function` replaces it if it is
+# missing.
 _Function: Any = getattr(torch.autograd.function, "_SingleLevelFunction", torch.autograd.Function)
 
 
 class _Attention(_Function):
-    """Attention by kernels, as autograd knows it: the forward keeps out and lse, the backward has
-    no atomics, but on a GPU for tensors that a score reads."""
+    """Attention by kernels. The forward saves out and lse; the backward has no atomics, except on a
+    GPU for the gradients of tensors that a score reads."""
 
     @staticmethod
     def forward(
@@ -62,13 +62,13 @@ class _Attention(_Function):
         k: torch.Tensor,
         v: torch.Tensor,
         call: tuple[float, Changes, Kernels],
-        *_: torch.Tensor | None,  # sinks and captured tensors, for autograd to see
+        *_: torch.Tensor | None,  # sinks and captured tensors: autograd must see them as inputs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        scale, changes, kernels = ctx.call = call  # one argument, since autograd looks at each
+        scale, changes, kernels = ctx.call = call  # one argument: autograd inspects each
         out, lse = kernels.forward(q, k, v, scale, changes)
         read: list[torch.Tensor] = []
         if changes.given.values or changes.kv_lengths is not None or changes.score is not None:
-            # What mask and score read is saved too, for autograd to refuse what has changed since.
+            # Saved for autograd to raise if they are changed in place before the backward.
             sinks = () if changes.sinks is None else (changes.sinks,)
             read = [
                 x for x in (*changes.sources, *changes.captured, *sinks) if not x.is_inference()
@@ -81,15 +81,18 @@ class _Attention(_Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
     ) -> tuple[Any, ...]:
-        # What refuses a second derivative is needed only where one can be asked for.
+        # Only under create_graph is a node needed that rejects second derivatives.
         if torch.is_grad_enabled():
             return _Gradients.apply(ctx, dout, dlse, *ctx.saved_tensors)  # type: ignore
         return _backward(ctx, dout, dlse)
 
 
 class _Gradients(_Function):
-    """The gradients of a call, which hang on all that they are computed from, and have none of
-    their own: `once_differentiable` would see the cotangents alone."""
+    """The gradients of a call as a node that rejects second derivatives.
+
+    All tensors that the gradients depend on are inputs. `once_differentiable` would reject only
+    derivatives by dout and dlse.
+    """
 
     @staticmethod
     def forward(
@@ -110,11 +113,11 @@ def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) ->
     if changes.score is not None:
         wanted.sinks = needs[4]
         wanted.captured = tuple(slot for slot, need in enumerate(needs[5:]) if need)
-    found = gradients(kernels, saved, dout, dlse, scale, changes, wanted)
+    grads = gradients(kernels, saved, dout, dlse, scale, changes, wanted)
     if changes.score is None:
-        return found.dq, found.dk, found.dv, None
-    captured = (found.captured.get(slot) for slot, _ in enumerate(changes.captured))
-    return found.dq, found.dk, found.dv, None, found.sinks, *captured
+        return grads.dq, grads.dk, grads.dv, None
+    captured = (grads.captured.get(slot) for slot, _ in enumerate(changes.captured))
+    return grads.dq, grads.dk, grads.dv, None, grads.sinks, *captured
 
 
 def gradients(
@@ -126,41 +129,41 @@ def gradients(
     changes: Changes,
     wanted: Wanted,
 ) -> Gradients:
-    """Return the gradients of a call by its kernels; `saved` are q, k, v, out and lse."""
+    """Compute the gradients of a call with its kernels; `saved` are q, k, v, out and lse."""
     dout = torch.zeros_like(saved[3]) if dout is None else dout
     if (
         not addressable(dout)
         or (kernels.aligned and not is_aligned(dout))
         or (kernels.describable and not is_describable(dout))
     ):
-        # A clone, since `contiguous` leaves a dense tensor at an odd address where it is.
+        # `contiguous` would return a dense tensor at an odd address as it is.
         dout = dout.clone(memory_format=torch.contiguous_format)
-    found = kernels.backward(saved, dout, dlse, scale, changes, wanted)
-    for slot, one in found.captured.items():
-        found.captured[slot] = one.to(changes.captured[slot].dtype)
-    return found
+    grads = kernels.backward(saved, dout, dlse, scale, changes, wanted)
+    for slot, grad in grads.captured.items():
+        grads.captured[slot] = grad.to(changes.captured[slot].dtype)
+    return grads
 
 
 def reaching(
     out: torch.Tensor, lse: torch.Tensor, score: Score
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return out and lse, from which gradients of 0 reach what the score reads in vain."""
-    unused = [one for one in score.unused if one.requires_grad]
+    """Attach gradients of 0 for tensors that the score reads but that do not affect the output."""
+    unused = [tensor for tensor in score.unused if tensor.requires_grad]
     if not unused or not torch.is_grad_enabled():
         return out, lse
     return _Reaching.apply(out, lse, *unused)  # type: ignore
 
 
 class _Reaching(torch.autograd.Function):
-    """A function that passes out and lse on, and gives gradients of 0 to all else, as PyTorch does
-    for `0 * bias[q]`."""
+    """Pass out and lse on, and give all other inputs gradients of 0, as PyTorch does for
+    `0 * bias[q]`."""
 
     @staticmethod
     def forward(
         ctx: Any, out: torch.Tensor, lse: torch.Tensor, *unused: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.unused = [(one.shape, one.dtype, one.device) for one in unused]
+        ctx.unused = [(tensor.shape, tensor.dtype, tensor.device) for tensor in unused]
         return out.view_as(out), lse.view_as(lse)
 
     @staticmethod
@@ -174,8 +177,10 @@ class _Reaching(torch.autograd.Function):
 
 
 def computes_by_torch(device: torch.device) -> bool:
-    """Return True where PyTorch computes calls on a device: on a CPU where kernels cannot be
-    compiled, or TILEGEN_CPU=torch is set. The reason is logged once."""
+    """Check whether PyTorch computes the calls of a device, and log once why.
+
+    It does on a CPU for which kernels cannot be compiled, or if TILEGEN_CPU=torch is set.
+    """
     if device.type != "cpu" or cpu.serves_calls():
         return False
     say_once(f"CPU tensors: computing with PyTorch, since {cpu.why_not()}")
@@ -185,11 +190,11 @@ def computes_by_torch(device: torch.device) -> bool:
 def torch_run(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, changes: Changes
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, lse) as PyTorch computes them, in fp32 as the kernels' accumulators are."""
+    """Compute (out, lse) with PyTorch in fp32, the precision of the kernels' accumulators."""
     from tilegen.check.reference import attention_reference
 
     mask, score = changes.mask, changes.score
-    tensors_of(mask, Shape.of(q, k), q.device)  # which checks their sizes
+    tensors_of(mask, Shape.of(q, k), q.device)  # for its checks of sizes
     out, lse = attention_reference(
         *(x.float() for x in (q, k, v)),
         mask=mask,
@@ -201,6 +206,7 @@ def torch_run(
 
 
 def addressable(tensor: torch.Tensor) -> bool:
-    """Whether kernels can address a tensor (batch, heads, seqlen, head_dim) as it is."""
+    """Check whether kernels can address a tensor (batch, heads, seqlen, head_dim) without a
+    copy."""
     *_, row, dense = tensor.stride()
     return (dense == 1 or tensor.shape[3] == 1) and row < MAX_ROW_STRIDE

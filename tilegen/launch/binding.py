@@ -1,4 +1,4 @@
-"""Arguments that an emitted kernel is launched with for a mask: tensors, and lists of tiles."""
+"""Bind the arguments of an emitted kernel that a mask determines: tensors and lists of tiles."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NOTHING: Mapping[str, Any] = {}
 
 
 class BoundKernel:
-    """The launch of an emitted kernel; calling `given` completes it with what a mask reads."""
+    """The launch of an emitted kernel; `given` binds the tensors that mask and score read."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class BoundKernel:
         config: TileConfig,
         names: Collection[str] | None = None,
     ) -> None:
-        """`names` are those of the launch's parameters; by default its signature says them."""
+        """`names` are the parameters of the launch, by default those of its signature."""
         names = inspect.signature(launch).parameters if names is None else names
         self.launch = launch
         slots = [(int(name[1:]), name) for name in names if re.fullmatch(r"t\d+", name)]
@@ -43,7 +43,7 @@ class BoundKernel:
         self._reads = [name for name in names if re.fullmatch(r"d?c\d+|sinks|dropout(_p)?", name)]
         self._side: Side = KERNELS[kernel].stays
         self._blocks = {"block_m": config.block_m, "block_n": config.block_n}
-        self._keep: Any = None  # a predicate, where launches take lists of tiles
+        self._keep: Any = None  # the mask's predicate, if launches need lists of tiles
         if "tiles" in names:
             from tilegen.masks.tiles.closed_form import predicate  # loads SymPy
 
@@ -52,7 +52,7 @@ class BoundKernel:
 
         alone = bool(slots) and len(mask.values) == 1 and not self._reads and self._keep is None
         self.reads_t0_alone = alone and not self._slots[0][2]
-        """Whether the kernel reads the mask's one tensor as it is given, and nothing else."""
+        """Whether the kernel reads exactly one extra tensor: that of the mask, unchanged."""
         self.reads_nothing = not self._slots and not self._reads and self._keep is None
         self.reads_lists = self._keep is not None
 
@@ -64,9 +64,12 @@ class BoundKernel:
         reads: Mapping[str, Any] = NOTHING,
         tables: tuple[torch.Tensor, ...] | None = None,
     ) -> Launch:
-        """Return the launch for one call with this mask, and with what score and dropout
-        `reads` (see `score_tensors` and `Dropout.given`); `tables` are those of the mask, made once
-        for all kernels of a pass. Raises InvalidProblem for values that do not fit the shape."""
+        """Bind the arguments of one call, for tensors of a `shape` on a device.
+
+        `reads` are the tensors of score and dropout: see `score_tensors` and `Dropout.given`.
+        `tables` are those of the mask, if the caller has them already for another kernel of the
+        pass. Raises InvalidProblem for values that do not fit the shape.
+        """
         if tables is None:
             tables = tensors_of(mask, shape, device) if self._slots or self.reads_lists else ()
         launch = self.reading(tables, reads)
@@ -81,17 +84,17 @@ class BoundKernel:
             sources=tuple(source for value in mask.values for source in value.sources),
             origin=tuple(value.origin for value in mask.values),
         )
-        each = lists.num_stationary
+        num_stationary = lists.num_stationary
         return partial(
             launch,
             tiles=lists.tiles,
             starts=lists.starts,
-            tiles_sb=lists.heads * each if lists.batch > 1 else 0,
-            tiles_sh=each if lists.heads > 1 else 0,
+            tiles_sb=lists.heads * num_stationary if lists.batch > 1 else 0,
+            tiles_sh=num_stationary if lists.heads > 1 else 0,
         )
 
     def reading(self, tables: Sequence[torch.Tensor], reads: Mapping[str, Any] = NOTHING) -> Launch:
-        """Return the launch with what mask, score and dropout read, but without lists of tiles."""
+        """Bind the tensors of mask, score and dropout, but no lists of tiles."""
         extras: dict[str, Any] = {}
         for name in self._reads:
             extras[name] = reads[name]

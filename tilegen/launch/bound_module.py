@@ -1,5 +1,5 @@
-"""The launch of an emitted module: one text for calls, `verify` and the tuner, whatever runs the
-kernel: Triton's compiled code, machine code for the CPU, or Triton's interpreter."""
+"""Make the launch of an emitted module, for calls, `verify` and the tuner alike. The kernel may run
+as Triton's compiled code, as machine code for the CPU, or in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def bound_kernel(rendered: RenderedKernel, device: torch.device) -> BoundKernel:
 def bound_module(
     module: Any, problem: AttentionProblem, kernel: Kernel, config: TileConfig, unit: int
 ) -> BoundKernel:
-    """Return the launch of an emitted module, to be completed by what a mask reads."""
+    """Return the launch of an emitted module, without the arguments that a mask determines."""
     function = (
         TritonFunction.of(module, config)
         or CompiledFunction.of(module, KERNELS[kernel].made)
         or TensorFunction.of(module, config)
     )
-    if function is None:  # no emitted kernel: the module launches itself
+    if function is None:  # not an emitted kernel: use the module's own launch
         return BoundKernel(module.launch, problem.mask, kernel, config)
     launcher = launcher_of_module(module, function, problem, kernel, config, unit)
     return BoundKernel(launcher.launch, problem.mask, kernel, config, launcher.extra_names)
@@ -53,15 +53,18 @@ def launcher_of_module(
     config: TileConfig,
     unit: int,
 ) -> Launcher:
-    """Return the launcher of an emitted kernel whose strides are counted in `unit` elements."""
+    """Return the launcher of an emitted kernel. Its strides are counted in `unit` elements."""
     lines = (
         described_lines(KERNELS[kernel], config, problem.head_dims) if config.descriptors else []
     )
-    every = (one for line in lines for one in line.arguments)
+    every = (argument for line in lines for argument in line.arguments)
     of_batch: list[str] = []
     if not problem.page and "q" in KERNELS[kernel].given:
-        places = enumerate(problem.mask.places_of_values)
-        of_batch = [f"t{i}_n0" for i, (one, within) in places if one.axes == "b" and within is None]
+        of_batch = [
+            f"t{i}_n0"
+            for i, (value, owner) in enumerate(problem.mask.places_of_values)
+            if value.axes == "b" and owner is None
+        ]
     launched = Launched(
         kernel=kernel,
         config=config,
@@ -69,7 +72,7 @@ def launcher_of_module(
         stride_unit=unit,
         grid=grid_of(kernel, config, problem.group_size),
         where=module.__name__,
-        described=tuple(one for one in every if one.taken == "descriptor"),
+        described=tuple(argument for argument in every if argument.taken == "descriptor"),
         of_batch=frozenset(of_batch),
     )
     return Launcher(launched, function, module.launch)

@@ -1,4 +1,5 @@
-"""Wishes of a call beside its tensors: changes of scores, and the gradients that it wants."""
+"""Arguments of a call besides q, k, v and scale: mask, score, lengths, dropout; and the gradients
+that a backward must give."""
 
 from __future__ import annotations
 
@@ -19,25 +20,24 @@ from tilegen.masks.values import LIMIT, check_range, has_values
 
 @dataclass(slots=True)
 class Changes:
-    """Changes that a call makes to the scores: a mask, and perhaps a score change, lengths of
-    padded batches and dropout of weights. The record is never changed; a frozen one would take
-    longer to make."""
+    """The mask of a call, its score, lengths of padded batches and dropout. Instances are never
+    changed, but not frozen: a frozen dataclass takes longer to make."""
 
     given: Mask
-    """The mask but for the lengths."""
+    """The mask without the lengths."""
     score: Score | None = None
     kv_lengths: torch.Tensor | None = None
     dropout: Dropout | None = None
 
     @property
     def kind(self) -> MaskKind:
-        """The kind of the mask. Raises InvalidProblem for what is no mask."""
+        """The kind of the mask, including lengths. Raises InvalidProblem if it is not a mask."""
         kind: MaskKind = getattr(self.given, "_kind", None) or kind_of_mask(self.given)
         return kind if self.kv_lengths is None else kind.padded[0]
 
     @property
     def mask(self) -> Mask:
-        """The mask, with the lengths if there are any. Raises InvalidProblem for what is none."""
+        """The mask, including lengths. Raises InvalidProblem if it is not a mask."""
         if self.kv_lengths is None:
             return self.given
         check_kv_lengths(self.kv_lengths)
@@ -54,9 +54,11 @@ class Changes:
     def tables(
         self, q: torch.Tensor, k: torch.Tensor, device: torch.device, converts: bool
     ) -> tuple[torch.Tensor, ...]:
-        """Return the tensors of a mask that kernels read, in the order of its values. The plan of
-        the call has checked lengths; `converts` has them made int32, on the device. Raises
-        InvalidProblem where other sizes do not fit."""
+        """Return the tensors of the mask that kernels read, in the order of the mask's values.
+
+        With `converts`, lengths are made int32 on the device. The plan has checked the lengths.
+        Raises InvalidProblem for other sizes that do not fit.
+        """
         given = self.given
         if self.kv_lengths is None:
             return tensors_of(given, Shape.of(q, k), device)
@@ -68,8 +70,8 @@ class Changes:
         return *tables[:at], lengths, *tables[at:]
 
     def lengths(self, device: torch.device, converts: bool) -> torch.Tensor:
-        """Return the lengths of padded batches, of which there are some, as kernels read them (see
-        `tables`). Raises InvalidProblem."""
+        """Return the lengths of padded batches, which must be set, as kernels read them; see
+        `tables` for `converts`. Raises InvalidProblem."""
         lengths = self.kv_lengths
         assert lengths is not None
         if has_values(lengths):
@@ -87,18 +89,18 @@ class Changes:
         return self.score.sink_logits if self.score else None
 
     def on(self, device: torch.device) -> Changes:
-        """Return the same with the score's tensors on a device, differentiably."""
+        """Move the score's tensors to a device, differentiably."""
         tensors = (*self.captured, *(() if self.sinks is None else (self.sinks,)))
-        if self.score is None or all(one.device == device for one in tensors):
+        if self.score is None or all(tensor.device == device for tensor in tensors):
             return self
         sinks = None if self.sinks is None else self.sinks.to(device)
-        captured = tuple(one.to(device) for one in self.captured)
+        captured = tuple(tensor.to(device) for tensor in self.captured)
         return replace(self, score=replace(self.score, captured=captured, sink_logits=sinks))
 
 
 @dataclass(slots=True)
 class Gradients:
-    """Results of a backward; None for those that were not wanted."""
+    """Gradients of a call; None for gradients that were not wanted."""
 
     dq: torch.Tensor | None
     dk: torch.Tensor | None
@@ -110,7 +112,7 @@ class Gradients:
 
 @dataclass(slots=True)
 class Wanted:
-    """Gradients that a backward must give."""
+    """The gradients that a backward must compute."""
 
     dq: bool
     dkdv: bool

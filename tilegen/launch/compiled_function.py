@@ -1,4 +1,4 @@
-"""The function of an emitted kernel that takes addresses: machine code for the CPU."""
+"""Functions of emitted kernels that take addresses: machine code for the CPU."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ if TYPE_CHECKING:
 
 
 class CompiledFunction:
-    """A kernel compiled for the CPU that writes only what its launch allocates.
+    """A kernel compiled for the CPU that writes only tensors that its launch allocates.
 
-    Such a kernel is launched with addresses: nothing needs a look at each launch. Kernels that
-    write what the caller gives, which may share memory with what they read, are launched with
-    tensors; see `TensorFunction`.
+    Such a kernel is launched with addresses and without checks. A kernel that writes tensors of the
+    caller, which may overlap with its inputs, is launched with tensors: see `TensorFunction`.
     """
 
     takes_tensors = False
@@ -29,14 +28,14 @@ class CompiledFunction:
 
     @staticmethod
     def of(module: ModuleType, made: Collection[str]) -> CompiledFunction | None:
-        """Return the function that a module's `launch` launches, where all that it writes is
-        `made` by the launch; otherwise None."""
+        """Return the function that `launch` of a module launches; None unless it writes only the
+        tensors named in `made`, which the launch allocates."""
         names = [f"{name}_ptr" for name in made]
-        for one in named_by_launch(module):
-            if hasattr(one, "writes_only") and one.writes_only(names):
-                return CompiledFunction(one)
+        for function in named_by_launch(module):
+            if hasattr(function, "writes_only") and function.writes_only(names):
+                return CompiledFunction(function)
         return None
 
     def prepare(self, grid: int, arguments: Sequence[Any]) -> Run:
-        """Return the launch of the function that is compiled for arguments like these."""
+        """Return a function that launches the code compiled for arguments like these."""
         return self._function.compiled_for(tuple(arguments)).run

@@ -1,4 +1,4 @@
-"""Derivatives that kernels do not give, and what says so."""
+"""Errors for derivatives that kernels do not compute."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tilegen.errors import Unsupported
 
 
 class NoSecondDerivative(Unsupported, RuntimeError):
-    """A second derivative of attention: an error of autograd's, as PyTorch raises its own."""
+    """A second derivative of attention was requested. Also a RuntimeError, as PyTorch raises."""
 
 
 def refuse_second() -> NoReturn:
@@ -23,12 +23,12 @@ def refuse_second() -> NoReturn:
 
 
 def refuse_tangents(*tensors: Any) -> None:
-    """Raise Unsupported where a tensor has a tangent, which kernels would drop."""
+    """Raise Unsupported if a tensor has a tangent, which kernels would ignore."""
     level: int = forward_ad._current_level  # pyright: ignore[reportPrivateUsage]
-    if level < 0:  # nobody is in a block of forward mode
+    if level < 0:  # outside of forward mode
         return
-    for one in tensors:
-        if isinstance(one, torch.Tensor) and forward_ad.unpack_dual(one).tangent is not None:
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
             raise Unsupported(
                 "attention has no derivatives in forward mode where its kernels compute; take "
                 "those of reverse mode (torch.autograd.grad), or PyTorch's own attention"

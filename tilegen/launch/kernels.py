@@ -1,4 +1,4 @@
-"""The kernels of a kind of call: chosen and loaded for its bucket, launched for its plan."""
+"""Choose and load the kernels of a problem bucket, and launch them for calls."""
 
 from __future__ import annotations
 
@@ -35,50 +35,53 @@ from tilegen.problem import AttentionProblem
 from tilegen.settings import settings
 
 READABLE = torch.int32, torch.int64
-"""Dtypes of lengths and tables that kernels compiled here read as they are."""
+"""Dtypes of lengths and tables that kernels compiled in this process read without a copy."""
 
 
 @dataclass(frozen=True)
 class Pass:
-    """The kernels of a pass, and how they follow each other."""
+    """The kernels of a pass and the order of their launches."""
 
     kernels: Mapping[Kernel, BoundKernel]
     launches: Mapping[Kernel, Launch]
-    """The launches of the same kernels, without what mask and score add."""
+    """The launches of the kernels, without the arguments of mask, score and dropout."""
     panel_rows: int
     run: Callable[..., Any]
-    """The function that launches them in order: `run` of their family."""
+    """The function that launches the kernels in order: `run` of their family."""
     is_plain: bool
-    """Whether neither mask nor score nor dropout adds to what launches are given."""
+    """Whether mask, score and dropout add no arguments."""
     reads_lists: bool
-    """Whether kernels are given lists of tiles."""
+    """Whether some kernels take lists of tiles."""
     converts_integers: bool
-    """Whether lengths, and where requests lie, are made int32 and contiguous before kernels read
+    """Whether lengths, tables and starts are made int32 and contiguous before kernels read
     them."""
     library: Library | None = None
-    """The library that computes the pass wherever a call means the same by it."""
+    """A library that computes the pass for every call whose result it can give."""
 
     @cached_property
     def padded(self) -> tuple[tuple[Kernel, Launch, bool], ...]:
-        """The launches, each with whether it reads the mask's tensor `t0`, where no kernel reads
-        more: for calls with lengths of padded batches and no more, nothing is looked up."""
-        its = self.kernels.items()
-        if self.is_plain or not all(one.reads_t0_alone or one.reads_nothing for _, one in its):
+        """(kernel, launch, whether it reads `t0`) for each kernel, if no kernel reads more than the
+        mask's tensor `t0`; otherwise empty.
+
+        A fast path for calls with lengths of padded batches and no other tensors.
+        """
+        kernels = self.kernels.items()
+        if self.is_plain or not all(k.reads_t0_alone or k.reads_nothing for _, k in kernels):
             return ()
-        return tuple((name, one.launch, one.reads_t0_alone) for name, one in its)
+        return tuple((name, kernel.launch, kernel.reads_t0_alone) for name, kernel in kernels)
 
     def reading(
         self, tables: Sequence[torch.Tensor], reads: Mapping[str, Any]
     ) -> Mapping[Kernel, Launch]:
-        """Return the launches with what mask, score and dropout read, but without lists."""
+        """Bind the tensors of mask, score and dropout to the launches, but no lists of tiles."""
         launches: dict[Kernel, Launch] = {}
-        for name, one in self.kernels.items():  # takes half the time of a comprehension
-            launches[name] = one.reading(tables, reads)
+        for name, kernel in self.kernels.items():  # takes half the time of a comprehension
+            launches[name] = kernel.reading(tables, reads)
         return launches
 
 
 class Kernels:
-    """The emitted kernels of one problem bucket on one device; those of a pass are chosen and
+    """The emitted kernels of one problem bucket on one device. The kernels of a pass are chosen and
     loaded when it first runs."""
 
     def __init__(
@@ -89,11 +92,14 @@ class Kernels:
         describable: bool = True,
         integers: tuple[torch.dtype, ...] = (),
     ) -> None:
-        """`aligned` and `describable` are what tensors may be taken for. `integers` are the dtypes,
-        of READABLE, of the lengths of padded batches, or of what says where requests lie in pages:
-        kernels read these as they are. There are none where each call converts the lengths."""
+        """Prepare kernels for tensors that are `aligned` to 16 bytes and `describable` by tensor
+        descriptors, or not.
+
+        `integers` are the dtypes, all in READABLE, of the lengths of padded batches, or of block
+        table, lengths and starts of a paged call. Without them each call converts its integers.
+        """
         self.problem = problem
-        # Gradients of keys and of the values in them are formed apart.
+        # Gradients of keys and of values have separate buffers, even if v is a view of k.
         self._problems = {"forward": problem, "backward": replace(problem, latent=False)}
         self.device = device
         self.aligned = aligned
@@ -104,7 +110,7 @@ class Kernels:
         self._lock = RLock()
 
     def load(self, direction: Direction) -> Pass:
-        """Return a pass, whose kernels are chosen and loaded the first time."""
+        """Return a pass, choosing and loading its kernels the first time."""
         with self._lock:
             if direction not in self._passes:
                 load = self._for_cpu if runs_compiled(self.device) else self._for_gpu
@@ -114,27 +120,28 @@ class Kernels:
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, changes: Changes
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (out, lse), lse perhaps in pairs, as the backward takes it: see `public_lse`."""
+        """Compute (out, lse). With a score lse is in pairs, as the backward takes it: see
+        `public_lse`."""
         # Triton launches on the current device.
         if self._on_gpu and self.device.index != torch.cuda.current_device():
             with torch.cuda.device(self.device):
                 return self.forward(q, k, v, scale, changes)
-        its = self._passes.get("forward") or self.load("forward")
-        if its.library and (found := its.library.forward(q, k, v, scale)) is not None:
-            return found
-        launches = its.launches
-        if its.padded and changes.kv_lengths is not None:
-            lengths = changes.lengths(self.device, its.converts_integers)
+        pass_ = self._passes.get("forward") or self.load("forward")
+        if pass_.library and (result := pass_.library.forward(q, k, v, scale)) is not None:
+            return result
+        launches = pass_.launches
+        if pass_.padded and changes.kv_lengths is not None:
+            lengths = changes.lengths(self.device, pass_.converts_integers)
             launches = {}
-            for name, launch, reads in its.padded:
+            for name, launch, reads in pass_.padded:
                 launches[name] = partial(launch, t0=lengths) if reads else launch
-        elif not its.is_plain:
+        elif not pass_.is_plain:
             score = changes.score
             reads = {} if changes.dropout is None else changes.dropout.given
             if score is not None:
                 reads |= score_tensors(score.captured, score.sink_logits)
-            launches = self._completed(its, changes, reads, q, k)
-        return its.run(launches, q, k, v, scale, panel_rows=its.panel_rows)
+            launches = self._completed(pass_, changes, reads, q, k)
+        return pass_.run(launches, q, k, v, scale, panel_rows=pass_.panel_rows)
 
     def forward_paged(
         self,
@@ -147,18 +154,21 @@ class Kernels:
         reads: Mapping[str, Any],
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (out, lse) of requests over pages; `tables` are what the mask reads, `reads` what
-        the score does, and `out` is written where it is given."""
+        """Compute (out, lse) of requests over pages.
+
+        `tables` are the tensors of the mask, `reads` those of the score. If `out` is given, the
+        result is written to it.
+        """
         if self._on_gpu and self.device.index != torch.cuda.current_device():
             with torch.cuda.device(self.device):
                 return self.forward_paged(q, k, v, scale, requests, tables, reads, out)
-        its = self._passes.get("forward") or self.load("forward")
-        launches = its.launches if its.is_plain else its.reading(tables, reads)
-        if its.converts_integers:
+        pass_ = self._passes.get("forward") or self.load("forward")
+        launches = pass_.launches if pass_.is_plain else pass_.reading(tables, reads)
+        if pass_.converts_integers:
             requests = requests.narrow
-        rows = its.panel_rows
-        made = its.run(launches, q, k, v, scale, panel_rows=rows, requests=requests, out=out)
-        return made[0], public_lse(made[1])
+        rows = pass_.panel_rows
+        result = pass_.run(launches, q, k, v, scale, panel_rows=rows, requests=requests, out=out)
+        return result[0], public_lse(result[1])
 
     def backward(
         self,
@@ -169,21 +179,21 @@ class Kernels:
         changes: Changes,
         wanted: Wanted,
     ) -> Gradients:
-        """Return the gradients; `saved` are q, k, v, out and lse."""
+        """Compute the gradients; `saved` are q, k, v, out and lse."""
         if self._on_gpu and self.device.index != torch.cuda.current_device():
             with torch.cuda.device(self.device):
                 return self.backward(saved, dout, dlse, scale, changes, wanted)
         q, k, v, out, lse = saved
-        its = self._passes.get("backward") or self.load("backward")
-        if its.library and dlse is None:
-            given = its.library.backward(saved, dout, scale, wanted)
-            if given is not None:
-                return given
-        launches = its.launches
+        pass_ = self._passes.get("backward") or self.load("backward")
+        if pass_.library and dlse is None:
+            gradients_of_library = pass_.library.backward(saved, dout, scale, wanted)
+            if gradients_of_library is not None:
+                return gradients_of_library
+        launches = pass_.launches
         captured: dict[int, torch.Tensor] = {}
-        if not its.is_plain:
+        if not pass_.is_plain:
             score = self.problem.score
-            # Dense, as kernels need them, whatever the strides of what is trained.
+            # Kernels write dense gradients, whatever the strides of the trained tensors.
             sizes = {
                 slot: changes.captured[slot].shape for slot in (score.trained if score else ())
             }
@@ -191,16 +201,16 @@ class Kernels:
             captured = {slot: gradients[slot] for slot in wanted.captured}
             reads = {} if changes.dropout is None else changes.dropout.given
             reads |= score_tensors(changes.captured, None, gradients)
-            launches = self._completed(its, changes, reads, q, k)
+            launches = self._completed(pass_, changes, reads, q, k)
         delta = passes.delta_of(launches, out, dout)
-        if dlse is not None:  # d lse / d s = p, as if delta were smaller by dlse
-            # lse of a row with nothing kept is -inf, whose gradient may be NaN, and p is 0.
+        if dlse is not None:  # d lse / d s = p: the same as subtracting dlse from delta
+            # A row without kept keys has lse -inf, and the gradient of -inf may be NaN: use 0.
             has_keys = public_lse(lse) > float("-inf")
             delta -= torch.where(has_keys, public_lse(dlse), 0.0)
-        dq, dk, dv = its.run(
+        dq, dk, dv = pass_.run(
             launches,
             *(q, k, v, dout, lse, delta, scale),
-            panel_rows=its.panel_rows,
+            panel_rows=pass_.panel_rows,
             wants_dq=wanted.dq or bool(captured),
             wants_dkdv=wanted.dkdv,
         )
@@ -211,18 +221,18 @@ class Kernels:
 
     def _completed(
         self,
-        its: Pass,
+        pass_: Pass,
         changes: Changes,
         reads: Mapping[str, Any],
         q: torch.Tensor,
         k: torch.Tensor,
     ) -> Mapping[Kernel, Launch]:
-        """Return the launches of a pass, given what mask, score and dropout read."""
-        tables = changes.tables(q, k, self.device, its.converts_integers)
-        if not its.reads_lists:
-            return its.reading(tables, reads)
+        """Bind the tensors of mask, score and dropout to the launches of a pass."""
+        tables = changes.tables(q, k, self.device, pass_.converts_integers)
+        if not pass_.reads_lists:
+            return pass_.reading(tables, reads)
         read = (changes.mask, Shape.of(q, k), self.device, reads, tables)
-        return {name: one.given(*read) for name, one in its.kernels.items()}
+        return {name: kernel.given(*read) for name, kernel in pass_.kernels.items()}
 
     def _for_cpu(self, direction: Direction) -> Pass:
         from tilegen.cpu.choice import cpu_choice
@@ -240,11 +250,11 @@ class Kernels:
     def _for_gpu(self, direction: Direction) -> Pass:
         spec = _spec(self.device)
         rows = rows_for(self._problems[direction], spec, direction)
-        if found := self._from_bundle(spec, direction):
-            return self._pass(direction, found, panel_rows=rows, readable=(torch.int32,))
-        found = self._compiled_here(spec, direction)
-        library = self._library(spec, direction, tuple(found))
-        return self._pass(direction, found, panel_rows=rows, library=library)
+        if kernels := self._from_bundle(spec, direction):
+            return self._pass(direction, kernels, panel_rows=rows, readable=(torch.int32,))
+        kernels = self._compiled_here(spec, direction)
+        library = self._library(spec, direction, tuple(kernels))
+        return self._pass(direction, kernels, panel_rows=rows, library=library)
 
     def _pass(
         self,
@@ -287,7 +297,7 @@ class Kernels:
     def _library(
         self, spec: GpuSpec, direction: Direction, kernels: tuple[Kernel, ...]
     ) -> Library | None:
-        """Return the library that was measured to be faster than these kernels, if one was."""
+        """Return the library that was measured to be faster than these kernels, or None."""
         if not settings().libraries:
             return None
         records = Records(self._problems[direction], spec)
@@ -297,18 +307,18 @@ class Kernels:
         return Library(record.library, causal=isinstance(records.problem.mask, Causal))
 
     def _from_bundle(self, spec: GpuSpec, direction: Direction) -> dict[Kernel, BoundKernel] | None:
-        """Return the kernels of a pass from the first bundle that has them."""
+        """Return the kernels of a pass from the first bundle that has them, or None."""
         for bundle in bundles.loaded:
             problem = self._problems[direction]
-            if found := bundle.launches(problem, spec, direction, aligned=self.aligned):
-                return found
+            if kernels := bundle.launches(problem, spec, direction, aligned=self.aligned):
+                return kernels
         return None
 
 
 def _run_of(
     kernels: Mapping[Kernel, BoundKernel], direction: Direction, problem: AttentionProblem
 ) -> Callable[..., Any]:
-    """Return `run` of the family that kernels make up."""
+    """Return `run` of the family of these kernels."""
     run = passes.family_of(kernels, direction).run
     return partial(run, pairs=True) if direction == "forward" and problem.pair_lse else run
 

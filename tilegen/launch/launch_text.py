@@ -1,10 +1,9 @@
-"""The Python of a launch, written for one kernel from the records of its arguments.
+"""Generate the Python of a launch for one kernel from the records of its arguments.
 
-A kernel's record says what its launch does: which tensor each argument is taken from, and what is
-taken of it. So a launch is written out, and looks nothing up from call to call. What follows from
-sizes and strides is kept until a launch is given others: the layers of a model are given the same.
-The emitted `launch`, which tilegen.emit.launch prints from the same records, does all that for
-people.
+A record tells from which tensor an argument is taken, and which of its properties it is. The
+generated code therefore looks nothing up at a call. Values that depend on sizes and strides are
+cached until a launch has other sizes: the layers of a model usually share them. The emitted
+`launch`, which tilegen.emit.launch prints from the same records, is for readers.
 """
 
 from __future__ import annotations
@@ -21,31 +20,31 @@ from tilegen.kernels.spec import KernelSpec
 
 MAX_ROW_STRIDE = 2**22  # elements; emitted kernels address a tile of rows with 32 bits
 _COUNTS = ("num_heads", "num_rows", "requests", "longest_q", "longest_kv")
-"""Numbers given to launches that grids and sizes of results follow from."""
+"""Numbers passed to launches that determine grids and sizes of results."""
 _LAID = ("stride", "size", "units")
-"""Kinds of arguments that follow from the size and the strides of a tensor."""
+"""Kinds of arguments that depend on sizes and strides of a tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchText:
-    """The text of `launch`, a function with the parameters and results of a kernel's emitted
-    `launch`, and of `arranged`, which tells it what follows from sizes and strides.
+    """The text of two functions: `launch`, with the parameters and results of a kernel's emitted
+    `launch`, and `arranged`, which computes the values that depend on sizes and strides.
 
-    The text reads names of the module that it runs in: `its`, the launcher, `torch`,
-    `empty_on_cpu`, `empty_on_gpu`, `LOG2_E`, `LEAST_SCALE`, `Described`, and `Unfamiliar`.
+    The text reads these names of its module: `its`, the launcher, `torch`, `empty_on_cpu`,
+    `empty_on_gpu`, `LOG2_E`, `LEAST_SCALE`, `Described` and `Unfamiliar`.
     """
 
     spec: KernelSpec
     arguments: Sequence[Argument]
     grid: Sequence[tuple[Argument, int]]
-    """The product of ceil(size / divisor) over these pairs."""
+    """The size of the grid: the product of ceil(size / divisor) over these pairs."""
     extras: Sequence[str]
-    """The names of what masks and scores give."""
+    """Names of the keyword arguments for mask and score."""
     unit: int
-    """The elements by which strides are counted."""
+    """Number of elements in a unit of strides."""
     config: TileConfig
     takes_tensors: bool
-    """Whether the kernel is given tensors, and not their addresses."""
+    """Whether the kernel takes tensors instead of their addresses."""
 
     def __str__(self) -> str:
         return f"{self._arranged()}\n\n{self._launch()}"
@@ -70,8 +69,8 @@ class LaunchText:
             f"is_wide = {self._wide()}",
             *(f"{name}_tiled = {self._tiled(name)}" for name in self._described),
             *(
-                f"{name} = {', '.join(map(self._value, its))},"
-                for name, its in self._groups
+                f"{name} = {', '.join(map(self._value, group))},"
+                for name, group in self._groups
                 if name
             ),
             f"return {', '.join(self._told)}",
@@ -115,11 +114,11 @@ class LaunchText:
         return "\n    ".join([head, *body]) + "\n"
 
     # ----------------------------------------------------------------------------------------------
-    # What `arranged` is given, and what it tells
+    # Parameters and results of `arranged`
 
     @cached_property
     def _facts(self) -> dict[str, str]:
-        """The parameters of `arranged`, and what `launch` gives it for them."""
+        """The parameters of `arranged`, with the expressions that `launch` passes."""
         given = [name for name in self._strided if name not in self.spec.made]
         shapes = dict.fromkeys((*given, *(name for name, _ in self._other_sizes)))
         return (
@@ -137,16 +136,16 @@ class LaunchText:
 
     @cached_property
     def _groups(self) -> list[tuple[str, list[Argument]]]:
-        """The arguments in order: those that follow from sizes and strides as far as they stand
-        side by side, with a name for them, and others, with none."""
-        found = groupby(self.arguments, lambda one: one.taken in _LAID)
+        """The arguments in order, in groups. Adjacent arguments that depend on sizes and strides
+        form a group with a name; other groups have the name ""."""
+        groups = groupby(self.arguments, lambda argument: argument.taken in _LAID)
         return [
             (f"laid_{i}" if is_laid else "", list(group))
-            for i, (is_laid, group) in enumerate(found)
+            for i, (is_laid, group) in enumerate(groups)
         ]
 
     def _all(self, value: Callable[[Argument], str]) -> str:
-        """Return all arguments in order."""
+        """Return the expressions of all arguments in order."""
         return ", ".join(
             f"*{name}" if name else ", ".join(map(value, group)) for name, group in self._groups
         )
@@ -160,7 +159,7 @@ class LaunchText:
         return [f"{sizes} = {name}_shape", f"{strides} = {name}_stride"]
 
     def _make(self, name: str) -> list[str]:
-        """Return how a result is laid out, as `allocate` does it."""
+        """Return lines that compute shape and strides of a result, as `allocate` does."""
         sizes = self._sizes(name)
         n, s = ([f"{name}_{what}{axis}" for axis in range(len(sizes))] for what in "ns")
         lines = [
@@ -173,22 +172,22 @@ class LaunchText:
         return [*lines, f"{name}_shape, {name}_stride = ({', '.join(n)}), ({', '.join(s)})"]
 
     def _sizes(self, name: str) -> list[str]:
-        """Return the sizes of a result."""
+        """Return the expressions of a result's sizes."""
         return [
-            str(one) if isinstance(one, int) else self._extent(one) for one in self._shape(name)
+            str(size) if isinstance(size, int) else self._extent(size) for size in self._shape(name)
         ]
 
     def _shape(self, name: str) -> tuple[Extent | int, ...]:
-        # Kernels that change scores take their scale as it is.
-        pairs = any(one.name == "softmax_scale" for one in self.arguments)
+        # A kernel with a score takes the scale unchanged, and writes lse in pairs.
+        pairs = any(argument.name == "softmax_scale" for argument in self.arguments)
         return extents(name, self.spec.given, pairs=pairs)
 
-    def _extent(self, one: Extent) -> str:
-        size = one.of if one.axis is None else f"{one.of}_n{one.axis}"
-        if one.by == "unit":
+    def _extent(self, extent: Extent) -> str:
+        size = extent.of if extent.axis is None else f"{extent.of}_n{extent.axis}"
+        if extent.by == "unit":
             return f"-(-{size} // {self.unit}) * {self.unit}"
         keys = self.config.split_kv or self.config.block_n
-        return f"-(-{size} // {keys})" if one.by == "keys" else size
+        return f"-(-{size} // {keys})" if extent.by == "keys" else size
 
     def _dtype(self, name: str) -> str:
         if name in LIKE:
@@ -196,7 +195,7 @@ class LaunchText:
         return "q.dtype" if name in PANELS else "torch.float32"
 
     def _check(self) -> list[str]:
-        """Return a test of strides; the bits of all together tell as much as each number."""
+        """Return lines that check strides; tests of all strides combined with | are enough."""
         if not self._rows:
             return []
         doubts = [f"{self._or(3)} > 1", f"{self._or(2)} >= {MAX_ROW_STRIDE}"]
@@ -211,16 +210,16 @@ class LaunchText:
             f"if {' or '.join(doubts)}: its.check_strides({rows})",
         ]
         if self._described:
-            each = (f"{name}_s{axis}" for name in self._described for axis in range(3))
-            lines.append(f"if not ({' and '.join(each)}): its.refuse_expanded({described})")
+            strides = (f"{name}_s{axis}" for name in self._described for axis in range(3))
+            lines.append(f"if not ({' and '.join(strides)}): its.refuse_expanded({described})")
         return lines
 
     def _idle_stride(self, name: str) -> int:
-        """Return the stride of a dimension of size 1, which descriptors refuse to be 0."""
+        """Return the stride for a dimension of size 1; descriptors reject a stride of 0."""
         return self.unit if name in self._described else 0
 
     def _tiled(self, name: str) -> str:
-        """Return sizes and strides, as a descriptor has them."""
+        """Return the expression of sizes and strides of a descriptor."""
         sizes = ", ".join(f"{name}_n{axis}" for axis in range(4))
         return f"({sizes}), ({', '.join(f'{name}_s{axis}' for axis in range(3))}, 1)"
 
@@ -231,99 +230,101 @@ class LaunchText:
 
     @cached_property
     def _strided(self) -> list[str]:
-        strided = (one.of for one in self.arguments if one.taken in ("stride", "descriptor"))
+        strided = (x.of for x in self.arguments if x.taken in ("stride", "descriptor"))
         return list(dict.fromkeys(strided))
 
     @cached_property
     def _other_sizes(self) -> list[tuple[str, int]]:
-        """The sizes that are taken of tensors whose strides are no arguments."""
-        taken = (*self.arguments, *(one for one, _ in self.grid))
-        sizes = [(one.of, one.axis) for one in taken if one.taken in ("size", "units")]
-        made = (one for name in self.spec.made for one in self._shape(name))
+        """The sizes that arguments or results need of tensors whose strides are not arguments."""
+        taken = (*self.arguments, *(argument for argument, _ in self.grid))
+        sizes = [(x.of, x.axis) for x in taken if x.taken in ("size", "units")]
+        extents_of = (extent for name in self.spec.made for extent in self._shape(name))
         sizes += [
-            (one.of, one.axis) for one in made if isinstance(one, Extent) and one.axis is not None
+            (x.of, x.axis) for x in extents_of if isinstance(x, Extent) and x.axis is not None
         ]
         known = (*self._strided, *self.spec.made)
-        return list(dict.fromkeys(one for one in sizes if one[0] not in known))
+        return list(dict.fromkeys(size for size in sizes if size[0] not in known))
 
     @cached_property
     def _described(self) -> list[str]:
-        """The tensors that descriptors stand for."""
-        found = (one.of for one in self.arguments if one.taken == "descriptor")
-        return list(dict.fromkeys(found))
+        """The tensors that are passed as descriptors."""
+        names = (argument.of for argument in self.arguments if argument.taken == "descriptor")
+        return list(dict.fromkeys(names))
 
     @cached_property
     def _addresses(self) -> list[str]:
-        """The tensors, but for those of masks and scores, whose addresses are arguments."""
+        """The tensors whose addresses are arguments, except those of masks and scores."""
         named = (*self.spec.given, *self.spec.made)
-        taken = [one.of for one in self.arguments if one.taken == "address"]
+        taken = [argument.of for argument in self.arguments if argument.taken == "address"]
         return [name for name in taken if name in named]
 
     def _or(self, *axes: int) -> str:
         return f"({' | '.join(f'{name}_s{axis}' for name in self._rows for axis in axes)})"
 
     # ----------------------------------------------------------------------------------------------
-    # What is launched
+    # Arguments of the launch
 
     def _wide(self) -> str:
-        """Return a test of integers beyond 32 bits, for which Triton compiles other kernels, among
-        what follows from sizes and strides."""
+        """Return a test for sizes and strides beyond 32 bits: Triton compiles other kernels for
+        them."""
         numbers = [f"strides // {self.unit}"] if self._rows else []
         numbers += [
-            self._value(one)
-            for one in self.arguments
-            if one.taken in ("size", "units") or (one.taken == "stride" and one.of in PANELS)
+            self._value(x)
+            for x in self.arguments
+            if x.taken in ("size", "units") or (x.taken == "stride" and x.of in PANELS)
         ]
         return f"({' | '.join(numbers)}) >> 31" if numbers else "0"
 
     def _unusual(self) -> str:
-        """Return a test of what Triton compiles other kernels for: integers beyond 32 bits, and
-        addresses that are no multiples of 16 bytes."""
-        found = ["is_wide"]
-        numbers = [one.of for one in self.arguments if one.taken == "number" and one.type != "fp32"]
+        """Return a test for arguments that need another compiled kernel: integers beyond 32 bits,
+        and addresses that are not multiples of 16 bytes."""
+        tests = ["is_wide"]
+        numbers = [x.of for x in self.arguments if x.taken == "number" and x.type != "fp32"]
         if numbers:
-            found.append(f"({' | '.join(numbers)}) >> 31")
+            tests.append(f"({' | '.join(numbers)}) >> 31")
         if self.unit > 1 and self._addresses:
-            found.append(f"({' | '.join(f'{name}_at' for name in self._addresses)}) & 15")
-        return " or ".join(found)
+            tests.append(f"({' | '.join(f'{name}_at' for name in self._addresses)}) & 15")
+        return " or ".join(tests)
 
     def _programs(self) -> str:
         factors = [
-            self._size(one) if divisor == 1 else f"-(-{self._size(one)} // {divisor})"
-            for one, divisor in self.grid
+            self._size(argument) if divisor == 1 else f"-(-{self._size(argument)} // {divisor})"
+            for argument, divisor in self.grid
         ]
         return " * ".join(factors) or "1"
 
-    def _size(self, one: Argument) -> str:
-        """Return a size of a tensor, or a number that a launch is given."""
-        if one.taken == "number":
-            return one.of
-        found = f"{one.of}_n{one.axis}"
-        return f"{found} // {self.unit}" if one.taken == "units" else found
+    def _size(self, argument: Argument) -> str:
+        """Return the expression of a tensor's size, or of a number passed to the launch."""
+        if argument.taken == "number":
+            return argument.of
+        size = f"{argument.of}_n{argument.axis}"
+        return f"{size} // {self.unit}" if argument.taken == "units" else size
 
-    def _value(self, one: Argument) -> str:
+    def _value(self, argument: Argument) -> str:
         """Return the expression of an argument's value."""
-        match one.taken:
+        match argument.taken:
             case "address":
-                return f"{one.of}_at" if one.of in self._addresses else f"{one.of}.data_ptr()"
+                known = argument.of in self._addresses
+                return f"{argument.of}_at" if known else f"{argument.of}.data_ptr()"
             case "descriptor":
-                return f"{one.of}_desc"
+                return f"{argument.of}_desc"
             case "stride":
-                found = f"{one.of}_s{one.axis}"
-                return found if self.unit == 1 else f"{found} // {self.unit}"
+                stride = f"{argument.of}_s{argument.axis}"
+                return stride if self.unit == 1 else f"{stride} // {self.unit}"
             case "base 2":
-                return f"max({one.of} * LOG2_E, LEAST_SCALE)"
+                return f"max({argument.of} * LOG2_E, LEAST_SCALE)"
             case "flag":
-                return f"int({one.of})"
+                return f"int({argument.of})"
             case "nothing":
                 return "0"
             case _:
-                return self._size(one)
+                return self._size(argument)
 
-    def _shown(self, one: Argument) -> str:
-        """Return the same with a tensor in the place of its address, and descriptors as Triton
-        compiles for them."""
-        if one.taken == "descriptor":
-            rows = self.config.block_n if one.of in COLUMN_TENSORS else self.config.block_m
-            return f"its.described({one.of}, {one.of}_desc, {rows}, {one.axis})"
-        return one.of if one.taken == "address" else self._value(one)
+    def _shown(self, argument: Argument) -> str:
+        """Return the expression of an argument to compile for: a tensor instead of an address, and
+        Triton's own descriptor."""
+        name = argument.of
+        if argument.taken == "descriptor":
+            rows = self.config.block_n if name in COLUMN_TENSORS else self.config.block_m
+            return f"its.described({name}, {name}_desc, {rows}, {argument.axis})"
+        return name if argument.taken == "address" else self._value(argument)

@@ -1,6 +1,6 @@
-"""Launcher of a kernel: results are allocated, and every argument is found by its name.
+"""Launch a kernel: allocate results, and derive every argument from its name.
 
-One launcher serves kernels that Triton compiles here and binaries of bundles; what differs is the
+One launcher serves kernels that Triton compiles here and binaries of bundles; they differ in the
 `Function` that takes the arguments. tilegen/bundles/README.md has the same table of names, for
 programs in other languages.
 """
@@ -23,7 +23,7 @@ from tilegen.kernels.registry import KERNELS
 from tilegen.launch.launch_text import MAX_ROW_STRIDE, LaunchText
 
 Run = Callable[[int, list[Any], torch.device], None]
-"""Launches a grid of programs on the current stream of a device, with the values of all
+"""Launches a grid of programs on the current stream of a device. Takes the values of all
 arguments: numbers, and addresses of tensors."""
 Laid = tuple[tuple[int, ...], tuple[int, ...]]
 """The shape and the strides of a tensor."""
@@ -34,19 +34,19 @@ class Function(Protocol):
 
     @property
     def takes_tensors(self) -> bool:
-        """Whether it is launched with tensors and Triton's descriptors in place of addresses."""
+        """Whether it takes tensors and Triton's descriptors instead of addresses."""
         ...
 
     def prepare(self, grid: int, arguments: Sequence[Any]) -> Run:
-        """Return a function that launches the kernel with arguments like these, tensors in the
-        place of their addresses. Raises Unfamiliar where only the emitted `launch` can launch
-        it."""
+        """Return a function that launches the kernel with arguments like these, which hold tensors
+        instead of addresses. Raises Unfamiliar if only the emitted `launch` can launch the
+        kernel."""
         ...
 
 
 @dataclass(slots=True)
 class Described:
-    """The part of a tensor descriptor that Triton's launcher reads; the tensor is not kept."""
+    """The fields of a tensor descriptor that Triton's launcher reads, without the tensor."""
 
     address: int
     shape: tuple[int, ...]
@@ -56,7 +56,7 @@ class Described:
 
     @property
     def base(self) -> Described:
-        """The object that has the address, which is this one."""
+        """The object with the address: this object."""
         return self
 
     def data_ptr(self) -> int:
@@ -65,12 +65,12 @@ class Described:
 
 
 class Unfamiliar(Exception):
-    """Triton does not offer what a launch without its binder relies on."""
+    """This version of Triton lacks an attribute that a launch without Triton's binder needs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launched:
-    """The facts about a kernel that its launcher needs."""
+    """Facts about a kernel that its launcher needs."""
 
     kernel: Kernel
     config: TileConfig
@@ -80,36 +80,36 @@ class Launched:
     grid: tuple[tuple[str, int], ...]
     """The size of the grid: the product of ceil(size / divisor) over these pairs."""
     where: str
-    """The name of the kernel in errors."""
+    """Name of the kernel in errors."""
     described: tuple[Argument, ...] = ()
-    """The arguments that are tensor descriptors."""
+    """Arguments that are tensor descriptors."""
     of_batch: frozenset[str] = frozenset()
-    """The arguments that are the size of q's batch, whatever tensor they are named after: lengths
-    of padded batches have that size wherever a call gets as far as a launch."""
+    """Arguments that equal the batch size of q, although they are named as sizes of other tensors.
+    The lengths of padded batches have that size: the call has checked it."""
 
 
 def extra_names(arguments: Iterable[str]) -> tuple[str, ...]:
-    """Return the names of the arguments that a launch is given for mask and score."""
-    found = (extra(name) for name in arguments)
-    named = (one.of for one in found if one and one.taken in ("address", "number"))
+    """Return the names of the keyword arguments that a launch takes for mask and score."""
+    extras = (extra(name) for name in arguments)
+    named = (x.of for x in extras if x and x.taken in ("address", "number"))
     return tuple(dict.fromkeys(named))
 
 
 class Launcher:
-    """Launcher of one kernel; `launch` has the parameters and results of its emitted `launch`,
-    and allocates and launches on the current stream of the tensors' device."""
+    """Launcher of one kernel. `launch` has the parameters and results of the emitted `launch`; it
+    allocates and launches on the current stream of the tensors' device."""
 
     launch: Launch
     run: Run | None = None
-    """Launches the kernel with what is usual: dense results, and sizes within 32 bits."""
+    """The prepared launch for usual arguments: aligned addresses, and integers within 32 bits."""
     arranged: tuple[Any, Any] = (None, None)
-    """The sizes and strides of the last launch, and what follows from them."""
+    """Shapes and strides of the last launch, and the values computed from them."""
 
     def __init__(
         self, launched: Launched, function: Function, emitted: Launch | None = None
     ) -> None:
-        """`emitted` serves where `function` is unfamiliar. Raises Unsupported for arguments that
-        are not known here."""
+        """`emitted` is the fallback if `function` raises Unfamiliar. Raises Unsupported for unknown
+        arguments."""
         spec = KERNELS[launched.kernel]
         names = extra_names(launched.arguments)
         self.extra_names = tuple(name for name in names if name not in spec.given)
@@ -141,7 +141,7 @@ class Launcher:
         self.launch = module["launch"]
 
     def prepare(self, grid: int, arguments: Sequence[Any], unusual: int) -> Run:
-        """Return a function that launches the kernel with arguments like these, and keep it unless
+        """Return a function that launches the kernel with arguments like these, and cache it unless
         they are `unusual`. Raises Unfamiliar."""
         if self._is_unfamiliar:
             raise Unfamiliar
@@ -155,19 +155,19 @@ class Launcher:
         return run
 
     def emitted(self, *given: Any, **extras: Any) -> Any:
-        """Launch by the emitted `launch`. Raises Unsupported where there is none."""
+        """Launch by the emitted `launch`. Raises Unsupported if there is none."""
         if self._emitted is None:
             raise Unsupported(f"{self._launched.where} cannot be launched here")
         return self._emitted(*given, **extras)
 
     def described(self, tensor: torch.Tensor, one: Described, rows: int, columns: int) -> Any:
-        """Return a descriptor of tiles as Triton compiles for them."""
+        """Return a descriptor of tiles in the form that Triton compiles for."""
         from triton.tools.tensor_descriptor import TensorDescriptor
 
         return TensorDescriptor(tensor, [*one.shape], [*one.strides], [1, 1, rows, columns])
 
     def refuse_expanded(self, *laid: Laid) -> None:
-        """Raise Unsupported for strides that descriptors cannot hold."""
+        """Raise Unsupported for strides of 0, which descriptors cannot hold."""
         strides = " and ".join(str(stride) for _, stride in laid)
         raise Unsupported(
             f"expected no expanded dimension of what {self._launched.where} loads through "
@@ -175,12 +175,12 @@ class Launcher:
         )
 
     def check_strides(self, *laid: Laid) -> None:
-        """Raise Unsupported for strides that the kernel is not for."""
+        """Raise Unsupported for strides that the kernel cannot address."""
         unit = self._launched.stride_unit
         for shape, strides in laid:
             sizes = zip(shape, strides, strict=True)
-            *found, dense = (0 if n == 1 else stride for n, stride in sizes)
-            if dense > 1 or any(s % unit for s in found) or found[2] >= MAX_ROW_STRIDE:
+            *others, dense = (0 if n == 1 else stride for n, stride in sizes)
+            if dense > 1 or any(s % unit for s in others) or others[2] >= MAX_ROW_STRIDE:
                 raise Unsupported(
                     f"expected a dense last dimension, strides that are multiples of {unit} "
                     f"elements and a row stride below {MAX_ROW_STRIDE}, got strides "
@@ -189,16 +189,16 @@ class Launcher:
 
 
 def _argument(name: str, launched: Launched) -> Argument:
-    described = {one.name: one for one in launched.described}
-    found = described.get(name) or KERNELS[launched.kernel].by_name.get(name)
-    if found is None and (found := extra(name)) is not None and found.taken == "size":
-        # A size of a tensor that the kernel does not read says nothing.
-        found = found if f"{found.of}_ptr" in launched.arguments else None
+    described = {argument.name: argument for argument in launched.described}
+    argument = described.get(name) or KERNELS[launched.kernel].by_name.get(name)
+    if argument is None and (argument := extra(name)) is not None and argument.taken == "size":
+        # The kernel may use a size only of a tensor that it reads.
+        argument = argument if f"{argument.of}_ptr" in launched.arguments else None
         if name in launched.of_batch:
-            found = Argument(name, "i32", "q", "size")
-    if found is None:
+            argument = Argument(name, "i32", "q", "size")
+    if argument is None:
         raise Unsupported(
             f"{launched.where} takes {name!r}, which a {launched.kernel} of this tilegen does not; "
             "generate the bundle again"
         )
-    return found
+    return argument

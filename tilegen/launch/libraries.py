@@ -1,8 +1,8 @@
-"""The kernels of PyTorch's attention that a pass may go to: cuDNN, FlashAttention and the
-memory-efficient ones, by the operators that return lse.
+"""Run a pass with PyTorch's own attention kernels: cuDNN, FlashAttention, memory-efficient.
 
-A library computes passes without a score or dropout whose mask is full, or causal with as many
-queries as keys: there `is_causal` means the same in all libraries.
+The operators used are those that return lse. A library computes only passes without score and
+dropout, with a full mask, or a causal mask and as many queries as keys. For these `is_causal` means
+the same in all libraries.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from tilegen.tuning.measure import one_line
 
 Tensors = tuple[torch.Tensor, ...]
 Forward = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-"""A function of q, k, v, whether the mask is causal, and the scale; returns out and lse."""
+"""Takes q, k, v, whether the mask is causal, and the scale; returns out and lse."""
 Backward = Callable[..., Tensors]
-"""A function of dout, q, k, v, out, lse, whether the mask is causal, and the scale; returns dq, dk
-and dv."""
+"""Takes dout, q, k, v, out, lse, whether the mask is causal, and the scale; returns dq, dk and
+dv."""
 
 EFFICIENT_LSE = 32
-"""Rows to which the memory-efficient kernels pad lse."""
+"""The memory-efficient kernels pad lse to a multiple of this many rows."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def _efficient_backward(dout: torch.Tensor, *saved: Any) -> Tensors:
 
 
 def _unused(like: torch.Tensor) -> torch.Tensor:
-    """Return a seed, which nothing is drawn from."""
+    """Return a seed for operators that need one although there is no dropout."""
     return torch.empty((), dtype=torch.int64, device=like.device)
 
 
@@ -104,12 +104,13 @@ OPERATORS: dict[Backend, Operators] = {
 }
 
 _inside = threading.local()
-"""A library's operator may be one that tilegen overrides (`tilegen.activate`)."""
+"""Whether this thread is inside a library's operator. `tilegen.activate` may have overridden that
+operator, which must not come back here."""
 
 
 class Library:
-    """A pass that goes to a library's kernels wherever a call means the same by them; methods give
-    None where it does not, or where the library refuses: then tilegen's kernels compute."""
+    """A library that computes a pass. Methods return None where a call means something else to the
+    library, or after the library has raised an error: then tilegen's kernels compute."""
 
     def __init__(self, backend: Backend, *, causal: bool) -> None:
         self.backend: Backend = backend
@@ -119,19 +120,19 @@ class Library:
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return (out, lse), laid out as by tilegen's kernels."""
-        found = self._run(OPERATORS[self.backend].forward, (), (q, k, v), (), scale)
-        return None if found is None else (laid_like(found[0], q), found[1].contiguous())
+        """Compute (out, lse) with the strides that tilegen's kernels give."""
+        results = self._run(OPERATORS[self.backend].forward, (), (q, k, v), (), scale)
+        return None if results is None else (laid_like(results[0], q), results[1].contiguous())
 
     def backward(
         self, saved: Tensors, dout: torch.Tensor, scale: float, wanted: Wanted
     ) -> Gradients | None:
-        """Return the gradients; `saved` are q, k, v, out and lse."""
+        """Compute the gradients; `saved` are q, k, v, out and lse."""
         q, k, v, out, lse = saved
-        found = self._run(OPERATORS[self.backend].backward, (dout,), (q, k, v), (out, lse), scale)
-        if found is None:
+        grads = self._run(OPERATORS[self.backend].backward, (dout,), (q, k, v), (out, lse), scale)
+        if grads is None:
             return None
-        dq, dk, dv = (laid_like(one, like) for one, like in zip(found, (q, k, v), strict=True))
+        dq, dk, dv = (laid_like(grad, like) for grad, like in zip(grads, (q, k, v), strict=True))
         both = (dk, dv) if wanted.dkdv else (None, None)
         return Gradients(dq if wanted.dq else None, *both, None, {})
 
@@ -153,7 +154,7 @@ class Library:
             return operator(*first, *qkv, *last, self._causal, scale)
         except torch.cuda.OutOfMemoryError:
             raise
-        except (RuntimeError, TypeError) as error:  # a length, a layout, or another schema
+        except (RuntimeError, TypeError) as error:  # unsupported length or layout, another schema
             self._refused = True
             say_once(f"tilegen computes what {self.backend} refused: {one_line(error)}")
             return None

@@ -1,5 +1,5 @@
-"""The function of an emitted kernel that takes tensors: interpreted, or compiled for the CPU with
-checks of what it is given."""
+"""Functions of emitted kernels that take tensors: interpreted, or compiled for the CPU with checks
+of the arguments."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class TensorFunction:
 
     @staticmethod
     def of(module: ModuleType, config: TileConfig) -> TensorFunction | None:
-        """Return the function that a module's `launch` launches; None where it launches none."""
-        functions = [one for one in named_by_launch(module) if hasattr(one, "arg_names")]
+        """Return the function that `launch` of a module launches, or None."""
+        functions = [x for x in named_by_launch(module) if hasattr(x, "arg_names")]
         return TensorFunction(functions[0], config) if len(functions) == 1 else None
 
     def prepare(self, grid: int, arguments: Sequence[Any]) -> Run:
-        """Return the launch of the function, which is the same for all arguments."""
+        """Return a function that launches the kernel, the same for all arguments."""
         return self._run
 
     def _run(self, grid: int, values: list[Any], device: torch.device) -> None:

@@ -1,9 +1,9 @@
-"""Kernels that Triton compiles, launched without its binder, which takes longer than the launch.
+"""Launch kernels that Triton compiles without Triton's binder, which takes longer than the launch.
 
-The only place that relies on what Triton does not document: a JIT function's `arg_names`, that its
-`warmup` returns the compiled kernel for arguments like those given, and that a compiled kernel has
-`run`, `function` and `packed_metadata` (Triton 3.6 to 3.9). What is not there raises Unfamiliar,
-and the emitted `launch` is used instead.
+The only module that relies on undocumented parts of Triton (3.6 to 3.9): `arg_names` of a JIT
+function, `warmup`, which returns the compiled kernel for given arguments, and `run`, `function` and
+`packed_metadata` of a compiled kernel. A missing attribute raises Unfamiliar, and the emitted
+`launch` is used instead.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ class TritonFunction:
             num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=True
         )
         self._known: dict[tuple[Any, ...], Run] = {}
-        self._lock = Lock()  # Triton loads a kernel in two steps
+        self._lock = Lock()  # Triton loads a kernel in two steps: not thread-safe
 
     @staticmethod
     def of(module: ModuleType, config: TileConfig) -> TritonFunction | None:
-        """Return the function that an emitted module's `launch` launches; None where it has none
-        that Triton compiles, as on a CPU."""
+        """Return the function that `launch` of an emitted module launches; None if Triton does not
+        compile it, as on a CPU."""
         from triton.runtime.jit import JITFunction
 
-        found = [one for one in named_by_launch(module) if isinstance(one, JITFunction)]
-        if len(found) != 1 or not hasattr(found[0], "arg_names"):
+        functions = [x for x in named_by_launch(module) if isinstance(x, JITFunction)]
+        if len(functions) != 1 or not hasattr(functions[0], "arg_names"):
             return None
-        return TritonFunction(found[0], config)
+        return TritonFunction(functions[0], config)
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -52,16 +52,16 @@ class TritonFunction:
         return tuple(self._jitted.arg_names)
 
     def prepare(self, grid: int, arguments: Sequence[Any]) -> Run:
-        """Compile the function for arguments like these, or find it in Triton's cache, and return
-        its launch."""
-        kind = tuple(
+        """Compile the function for arguments like these, or load it from Triton's cache. Returns a
+        function that launches it."""
+        kind = tuple(  # Triton compiles another kernel for each kind
             [
-                (one.dtype, one.data_ptr() % 16 == 0)
-                if isinstance(one, torch.Tensor)
-                else hasattr(one, "block_shape") or -MAX_INT <= one < MAX_INT
-                for one in arguments
+                (x.dtype, x.data_ptr() % 16 == 0)
+                if isinstance(x, torch.Tensor)
+                else hasattr(x, "block_shape") or -MAX_INT <= x < MAX_INT
+                for x in arguments
             ]
-        )  # what Triton compiles anew for
+        )
         with self._lock:
             if kind not in self._known:
                 try:
@@ -73,31 +73,32 @@ class TritonFunction:
 
 
 def named_by_launch(module: ModuleType) -> list[Any]:
-    """Return the objects of a module that its `launch` names; None for names of attributes."""
+    """Return the objects of a module that the code of its `launch` names; None for names that are
+    attributes."""
     return [vars(module).get(name) for name in module.launch.__code__.co_names]
 
 
 def _run_of(compiled: Any) -> Run:
-    """Return the launch of a compiled kernel. Raises Unfamiliar."""
+    """Return a function that launches a compiled kernel. Raises Unfamiliar."""
     from triton import knobs
     from triton.runtime import driver
 
-    if hasattr(compiled, "result"):  # compiled by another thread
+    if hasattr(compiled, "result"):  # another thread compiled it
         compiled = compiled.result()
     if any(not hasattr(type(compiled), name) and not hasattr(compiled, name) for name in _NEEDED):
         raise Unfamiliar(f"expected a compiled kernel with {', '.join(_NEEDED)}, got {compiled!r}")
     settings, active = knobs.runtime, cast(Any, driver.active)
-    launch, metadata = compiled.run, compiled.packed_metadata  # `run` loads it into the driver
+    launch, metadata = compiled.run, compiled.packed_metadata  # `run` loads the kernel
     function = compiled.function
 
     def run(grid: int, values: list[Any], device: torch.device) -> None:
         stream = active.get_current_stream(device.index or 0)
         enter, leave = settings.launch_enter_hook, settings.launch_exit_hook
-        told = None
-        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # as of a profiler
-            told = compiled.launch_metadata((grid, 1, 1), stream, *values)
+        details = None
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # a profiler's hooks
+            details = compiled.launch_metadata((grid, 1, 1), stream, *values)
         else:
             enter = leave = None
-        launch(grid, 1, 1, stream, function, metadata, told, enter, leave, *values)
+        launch(grid, 1, 1, stream, function, metadata, details, enter, leave, *values)
 
     return run
