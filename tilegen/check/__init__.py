@@ -1,2 +1,2 @@
-"""Right results: the meaning of attention (`reference`), the rule (`verification`, `rounding`),
-and what PyTorch offers (`peers`)."""
+"""Check results: the definition of attention (`reference`), the rule (`verification`, `rounding`),
+and PyTorch's own attention (`peers`)."""

@@ -1,4 +1,5 @@
-"""Products of attention in PyTorch to which pairs that a mask drops add nothing, not even NaN."""
+"""Products of attention in PyTorch that ignore the pairs that a mask drops, even where they hold
+NaN."""
 
 from __future__ import annotations
 
@@ -8,12 +9,12 @@ import torch
 
 
 def scores(q: torch.Tensor, k: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-    """Return q k^T, 0 where a pair is dropped, differentiable."""
+    """Compute q k^T differentiably, 0 where a pair is dropped."""
     return cast("torch.Tensor", _Scores.apply(q, k, keep))
 
 
 def weighed(weights: torch.Tensor, rows: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-    """Return weights @ rows, differentiable; `weights` are 0 where a pair is dropped."""
+    """Compute weights @ rows differentiably; `weights` are 0 where a pair is dropped."""
     return cast("torch.Tensor", _Weighed.apply(weights, rows, keep))
 
 
@@ -26,9 +27,9 @@ class _Weighed(torch.autograd.Function):
         finite = rows.isfinite()
         if finite.all():
             return weights @ rows
-        found = weights @ rows.masked_fill(~finite, 0.0)
+        products = weights @ rows.masked_fill(~finite, 0.0)
         tainted = keep.to(rows.dtype) @ (~finite).to(rows.dtype) > 0
-        return found.masked_fill(tainted, float("nan"))
+        return products.masked_fill(tainted, float("nan"))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

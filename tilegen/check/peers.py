@@ -1,7 +1,8 @@
-"""PyTorch's own attention for a problem: SDPA, with a back end pinned or not, and FlexAttention.
+"""PyTorch's own attention for a problem: SDPA, with or without a chosen back end, and
+FlexAttention.
 
-`sdpa` and `flex` return the function to time, or raise Unsupported with why not. It takes and
-returns (batch, heads, seqlen, head_dim), and autograd goes through.
+`sdpa` and `flex` return a differentiable function of tensors (batch, heads, seqlen, head_dim) to
+time. They raise Unsupported with a reason where PyTorch cannot compute the problem.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ if TYPE_CHECKING:
 Attention = Callable[["Tensor", "Tensor", "Tensor"], "Tensor"]
 
 MAX_DENSE_MASK = 2**28
-"""Largest number of elements of a mask tensor that is made for a library that needs one."""
+"""Largest mask tensor that is made for SDPA [elements]."""
 MAX_SCORES_BYTES = 16 * 2**30
-"""Limit of the score matrix that the math back end writes to memory [bytes]."""
+"""Largest score matrix that the math back end may write to memory [bytes]."""
 
 
 def sdpa(problem: AttentionProblem, device: str, *, backend: str | None = None) -> Attention:
-    """Return SDPA for a problem; `backend` names the torch.nn.attention.SDPBackend to pin."""
+    """Return SDPA for a problem; `backend` names the torch.nn.attention.SDPBackend to use."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
 
@@ -82,7 +83,7 @@ def _refuse_large_scores(problem: AttentionProblem) -> None:
 
 
 def flex(problem: AttentionProblem, device: str, *, mode: str = "default") -> Attention:
-    """Return compiled FlexAttention for a problem, its mask given as FlexAttention wants it."""
+    """Return compiled FlexAttention for a problem, with the mask as a BlockMask."""
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 

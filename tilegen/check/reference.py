@@ -1,5 +1,5 @@
-"""Attention in plain PyTorch: the meaning of every kernel. Tests, `verify` and benchmarks compare
-with it."""
+"""Attention in plain PyTorch, which defines the result of every kernel. Tests, `verify` and
+benchmarks compare with it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Inputs:
     dout: torch.Tensor
 
     def to(self, dtype: torch.dtype) -> Inputs:
-        """Return the same values in another dtype."""
+        """Return the same values in another dtype, detached."""
         return Inputs(*(t.detach().to(dtype) for t in (self.q, self.k, self.v, self.dout)))
 
 
@@ -39,10 +39,10 @@ def make_inputs(
     heads_inside: bool = False,
     sigma: float = 1.0,
 ) -> Inputs:
-    """Return random normal inputs; `heads_inside` lays them out (batch, seqlen, heads, dim) behind
-    a transpose.
+    """Make random normal inputs.
 
-    `sigma` widens q, and with it the logits.
+    With `heads_inside` they lie in memory as (batch, seqlen, heads, dim). `sigma` is the standard
+    deviation of q, and scales the logits.
     """
     generator = torch.Generator().manual_seed(seed)
     dtype = TORCH_DTYPES[problem.dtype]
@@ -77,11 +77,10 @@ def dense_mask(
     heads: int = 1,
     entry: int = 0,
 ) -> torch.Tensor:
-    """Return the mask as a bool tensor: True where a pair is kept; batch entries count from
-    `entry`.
+    """Compute the mask as a bool tensor: True where a pair is kept.
 
-    Its shape is (seqlen_q, seqlen_kv) where that says all, else (1 or batch, 1 or heads, seqlen_q,
-    seqlen_kv).
+    The shape is (seqlen_q, seqlen_kv) for a mask that depends on neither batch nor head, else
+    (1 or batch, 1 or heads, seqlen_q, seqlen_kv). Batch entries are numbered from `entry`.
     """
     b = torch.arange(entry, entry + batch, device=device)[:, None, None, None]
     h = torch.arange(heads, device=device)[:, None, None]
@@ -102,12 +101,12 @@ def attention_reference(
     dropout: Dropout | None = None,
     entry: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, lse) in the dtype of the inputs, differentiable; N² memory.
+    """Compute (out, lse) in the dtype of the inputs, differentiably, with memory for all pairs.
 
-    A row with nothing kept gives out 0, lse -inf and zero gradients; lse is that of the weights
-    before dropout. The default scale is head_dim_qk ** -0.5. Mask and score see the first batch
-    entry as number `entry`. NaN passes from no document to another, nor from keys beyond the
-    lengths of a padded batch; under other masks a dropped pair counts as in PyTorch, 0 times NaN.
+    A row without kept keys has out 0, lse -inf and zero gradients. lse is that of the weights
+    before dropout. `scale` defaults to head_dim_qk ** -0.5. For mask and score, the first batch
+    entry has number `entry`. NaN spreads neither between documents nor from keys beyond the lengths
+    of a padded batch. Under other masks a dropped pair counts as in PyTorch: 0 times NaN is NaN.
     """
     factor: float = q.shape[-1] ** -0.5 if scale is None else scale
     softmax = softmax_of(q, k, mask, score, factor, entry)
@@ -129,7 +128,7 @@ class Softmax:
     keep: torch.Tensor
     """True where the mask keeps a pair, broadcast to the shape of `scores`."""
     changed: torch.Tensor
-    """Products after the change by a score; -inf where the mask drops a pair."""
+    """Scores after the score change; -inf where the mask drops a pair."""
     weights: torch.Tensor
     """Softmax of `changed` over the keys."""
     lse: torch.Tensor
@@ -144,8 +143,8 @@ def softmax_of(
     scale: float,
     entry: int = 0,
 ) -> Softmax:
-    """Return the weights of all pairs and what they came from, differentiable; mask and score see
-    the first batch entry as number `entry`."""
+    """Compute the softmax weights of all pairs and the values they derive from, differentiably. For
+    mask and score, the first batch entry has number `entry`."""
     k = for_each_query_head(k, q)
     mask = full() if mask is None else mask
     keep = _dense(mask, q, k, entry)
@@ -153,7 +152,7 @@ def softmax_of(
     if score is not None and score.form.changes:
         changed = _changed(score, scores, entry)
     changed = changed.masked_fill(~keep, float("-inf"))
-    # Of a row that is shifted far from 0, lse has lost the logarithm of the sum to rounding.
+    # Not exp(changed - lse): if a row is far from 0, rounding in lse would lose log(sum).
     top = changed.detach().amax(-1)
     sinks = None
     if score is not None and score.sink_logits is not None:
@@ -168,13 +167,13 @@ def softmax_of(
     sums = sums.masked_fill(empty, 1.0)
     lse = (top + sums.log()).masked_fill(empty, float("-inf"))
     weights = weights / sums[..., None]
-    if apart(mask):  # of rows whose sum is NaN, too
+    if apart(mask):  # dropped pairs are 0 even in rows whose sum is NaN
         weights = weights.masked_fill(~keep, 0.0)
     return Softmax(scores, keep, changed, weights, lse)
 
 
 def for_each_query_head(rows: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """Return keys or values (batch, heads_kv, seqlen_kv, dim) repeated for the heads of q."""
+    """Repeat keys or values (batch, heads_kv, seqlen_kv, dim) for the heads of q."""
     return rows.repeat_interleave(q.shape[1] // rows.shape[1], 1)
 
 
@@ -186,7 +185,7 @@ def _changed(score: Score, scores: torch.Tensor, entry: int) -> torch.Tensor:
         torch.arange(size, device=scores.device).view(-1, *[1] * (3 - axis))
         for axis, size in enumerate(scores.shape)
     )
-    captured = [one.to(scores.device) for one in score.captured]
+    captured = [tensor.to(scores.device) for tensor in score.captured]
     return evaluate(
         score.expression(),
         captured,
@@ -204,7 +203,7 @@ def torch_attention(
     mask: Mask | None = None,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Return PyTorch's own out in the inputs' dtype; rows with nothing kept are 0."""
+    """Compute SDPA's out in the inputs' dtype, with 0 in rows without kept keys."""
     keep = None if mask is None or isinstance(mask, Full) else _dense(mask, q, k)
     out = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, attn_mask=keep, scale=scale, enable_gqa=q.shape[1] != k.shape[1]

@@ -1,9 +1,9 @@
-"""Errors that roundings in fp32 may cause in each result of attention, from the sizes of all terms.
+"""Upper bounds on the errors that fp32 rounding causes in each result of attention.
 
-Terms that cancel still leave their roundings, and in which order they are added up is nobody's
-promise: a processor, a GPU and a tile size each have their own. So the error that a right kernel
-may make follows from the sum of the absolute values of the fully expanded terms, which the
-reference knows, and from how often each of them is rounded.
+Terms that cancel still leave their rounding errors, and the order of summation differs between
+processors, GPUs and tile sizes. So the error of a correct kernel is bounded by the sum of the
+absolute values of the fully expanded terms, times the number of roundings of a term. The reference
+computes that sum.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from tilegen.masks.mask import Mask
 from tilegen.masks.score import Score
 
 UNIT = 2.0**-24
-"""Half a unit in the last place of 1 in fp32: kernels compute in fp32 whatever the inputs are."""
+"""Half a unit in the last place of 1 in fp32; kernels compute in fp32 for inputs of any dtype."""
 UNITS = 4
-"""Number of units, each of the size of a term, that the roundings of the term may add up to.
+"""Most rounding errors of a term, in UNITs of the term's size.
 
-A weight is exp2(s * scale_log2 - lse_log2). What rounds in its exponent is an absolute error there,
-hence a relative one of the weight: the sum q k^T (twice a term: product and sum), the scale (as a
-number, and times log2(e)) and the product of both; the logarithm in lse (2), lse when it is stored,
-the factor between the bases (2) and the product with it; the difference. Besides, exp2 errs by two
-units in the last place on NVIDIA GPUs (4), and what is weighed rounds as a product and in its sum
-(2), and where it is scaled (2). So no part of a term is rounded more than 8 times by up to a unit,
-as often up as down: a standard deviation of sqrt(8 / 3) = 1.6 units, of which 4 are two and a half.
-Longer sums err more, but PyTorch's do as well.
+A weight is exp2(s * scale_log2 - lse_log2). An absolute error of the exponent is a relative error
+of the weight. Roundings in the exponent: the sum q k^T (2 a term: product and sum), the scale (2:
+as a number, and times log2(e)) and the product of both; the logarithm in lse (2), lse when it is
+stored, the factor between the bases (2) and the product with it; the difference. Besides, exp2 errs
+by two units in the last place on NVIDIA GPUs (4), and the weighted value is rounded in its product
+and its sum (2), and when it is scaled (2). So each part of a term is rounded at most 8 times by up
+to a unit. Errors are symmetric: their standard deviation is sqrt(8 / 3) = 1.6 units, and a bound of
+4 is 2.5 sigma. Longer sums err more, but so do PyTorch's.
 """
 
 
@@ -45,10 +45,11 @@ def rounding_floors(
     leaves: Sequence[torch.Tensor] = (),
     dropout: Dropout | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Return by how much roundings in fp32 may change each element of out, lse, dq, dk and dv.
+    """Bound the change that fp32 rounding may cause in each element of out, lse, dq, dk and dv.
 
     `inputs` are in fp64. `lse_grad` is the gradient of the loss by lse, (batch, heads, seqlen_q).
-    What a score was made from, `leaves`, is answered as "leaf 0", "leaf 1" and so on.
+    The gradients of `leaves`, the tensors that a score is made from, are keyed "leaf 0", "leaf 1"
+    and so on.
     """
     sizes = _sizes(inputs, mask, score, scale, lse_grad, leaves, dropout)
     return {name: UNITS * UNIT * size for name, size in sizes.items()}
@@ -63,16 +64,16 @@ def _sizes(
     leaves: Sequence[torch.Tensor],
     dropout: Dropout | None,
 ) -> dict[str, torch.Tensor]:
-    """Return the sums of absolute values that a unit of rounding multiplies."""
+    """Compute the sums of absolute values that UNITS * UNIT multiplies."""
     q, dout = inputs.q.detach(), inputs.dout.detach()
     k, v = (for_each_query_head(t.detach(), q) for t in (inputs.k, inputs.v))
-    found = softmax_of(q.clone().requires_grad_(), k, mask, score, scale)
-    scores, changed = found.scores, found.changed
-    p, lse = found.weights.detach(), found.lse.detach()
+    softmax = softmax_of(q.clone().requires_grad_(), k, mask, score, scale)
+    scores, changed = softmax.scores, softmax.changed
+    p, lse = softmax.weights.detach(), softmax.lse.detach()
     kept = p > 0.0
 
-    # Scores, and what a change of them makes of their errors.
-    # A change may be a constant, which no gradient leads to.
+    # Scores, and the effect of a score change on their errors. `0 * scores` keeps a path for
+    # gradients if the change is a constant.
     (slope,) = torch.autograd.grad((changed + 0 * scores).sum(), scores, retain_graph=True)
     slope = slope.abs().where(kept, 0.0)
     products = slope * (q.abs() @ k.mT.abs()) * abs(scale)
@@ -82,7 +83,7 @@ def _sizes(
         sinks = score.sink_logits.detach().to(lse)[:, None]
         rows += (sinks - lse).exp() * sinks.abs()
 
-    # Weights, what dropout leaves of them, and what they weigh.
+    # Weights, before and after dropout, and their products with v.
     weights = p * (1 + exponents + rows[..., None])
     times = 1.0 if dropout is None else dropout.factors(*p.shape).to(p)
     left = weights * times if dropout is None else (weights + p) * times  # rounded once more
@@ -91,7 +92,7 @@ def _sizes(
     if lse_grad is not None:
         deltas = deltas + lse_grad.abs()
 
-    # Their gradient p (dp - delta): its difference may cancel, its parts have errors of their own.
+    # Gradients of scores, p (dp - delta): the difference may cancel, but its parts have errors.
     delta = (dout * (p * times @ v)).sum(-1) - (0.0 if lse_grad is None else lse_grad)
     difference = (dout @ v.mT * times - delta[..., None]).abs()
     ds = weights * difference + p * (dout.abs() @ v.mT.abs() * times + deltas[..., None])
@@ -105,30 +106,30 @@ def _sizes(
     }
     if not leaves:
         return sizes
-    made: list[tuple[torch.Tensor, torch.Tensor]] = [(changed, ds)]
+    sources: list[tuple[torch.Tensor, torch.Tensor]] = [(changed, ds)]
     if score is not None and score.sink_logits is not None:
         sinks = score.sink_logits.detach().to(lse)[:, None]
         weight = (sinks - lse).exp()
         by_sinks = weight * ((1 + sinks.abs() + rows) * delta.abs() + deltas)
-        made.append((score.sink_logits, by_sinks.sum((0, 2))))
-    made = [(tensor, size) for tensor, size in made if tensor.requires_grad]
+        sources.append((score.sink_logits, by_sinks.sum((0, 2))))
+    sources = [(tensor, size) for tensor, size in sources if tensor.requires_grad]
     with _Absolute():
         parts = torch.autograd.grad(
-            [tensor for tensor, _ in made],
+            [tensor for tensor, _ in sources],
             leaves,
-            [size.to(tensor) for tensor, size in made],
+            [size.to(tensor) for tensor, size in sources],
             materialize_grads=True,
         )
     return sizes | {f"leaf {i}": part.abs() for i, part in enumerate(parts)}
 
 
 def _of_each_group(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Add up the query heads of each key-value head."""
+    """Sum over the query heads of each key-value head."""
     return rows.unflatten(1, (like.shape[1], -1)).sum(2)
 
 
 class _Absolute(TorchDispatchMode):
-    """Makes a backward pass add up absolute values: nothing cancels."""
+    """Makes a backward pass sum absolute values, so that nothing cancels."""
 
     def __torch_dispatch__(
         self,

@@ -1,4 +1,4 @@
-"""Sizes at which problems are checked."""
+"""Reduce problems to sizes that can be checked."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tilegen import cpu
 from tilegen.problem import AttentionProblem
 
 REDUCED_LENGTH = 300
-"""Length of reduced problems: ragged for every tile, and several tiles of most sizes."""
+"""Length of reduced problems: not a multiple of any tile, and several tiles of most sizes."""
 MOST_ON_CPU = 2**23
-"""Scores, of all heads, that are checked on a CPU: ten seconds on two cores, and a gigabyte."""
+"""Scores, over all heads, checked on a CPU at most: 10 seconds on two cores, and a gigabyte."""
 BYTES_A_SCORE = 128
-"""Memory [bytes] that a check takes for each score, as sixteen fp64 numbers: a guess."""
+"""Memory of a check for each score [bytes], 16 fp64 numbers: a guess."""
 
 
 def reduced(problem: AttentionProblem, length: int = REDUCED_LENGTH) -> AttentionProblem:
@@ -33,8 +33,8 @@ def reduced(problem: AttentionProblem, length: int = REDUCED_LENGTH) -> Attentio
 
 
 def checkable(problem: AttentionProblem) -> AttentionProblem:
-    """Return a problem that can be checked here: the same, or reduced where a CPU would take
-    long, or a GPU's free memory would not hold the reference."""
+    """Return a problem that can be checked here: the given problem, or the reduced problem if a CPU
+    would take too long or the reference would not fit a GPU's free memory."""
     scores = problem.batch * problem.num_heads_q * problem.seqlen_q * problem.seqlen_kv
     most = MOST_ON_CPU
     if torch.cuda.is_available() and not cpu.is_interpreting():

@@ -1,9 +1,9 @@
-"""The correctness rule: a kernel may err at most twice as much as PyTorch does in the same
-precision, and by what roundings in fp32 may cost.
+"""The rule for correct results: a kernel may err at most twice as much as PyTorch in the same
+precision, plus an allowance for fp32 rounding.
 
-PyTorch's error is held against a reference in fp64; as in FlashAttention's tests, the change of
-that reference when 0.3 is added and removed in the working precision counts as a part of it. What
-roundings may cost is known for each element: see rounding.py.
+PyTorch's error is measured against a reference in fp64. As in FlashAttention's tests, it includes
+the change of the reference when 0.3 is added and subtracted in the working precision. The allowance
+for rounding differs by element: see rounding.py.
 """
 
 from __future__ import annotations
@@ -42,20 +42,21 @@ from tilegen.problem import AttentionProblem
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One output tensor judged, by its element furthest beyond, or nearest to, what is allowed."""
+    """Judgement of one output tensor, by the element that exceeds its bound most, or comes nearest
+    to it."""
 
     tensor: str
-    """Name of the output: out, lse, dq, dk, dv, dt0, dt1, ... of a score's tensors, or dsinks."""
+    """Name of the output: out, lse, dq, dk, dv, dsinks, or dt0, dt1, ... for a score's tensors."""
     ok: bool
-    """True where no element lies further off than is allowed."""
+    """True if every element is within its bound."""
     error: float
-    """Distance between the element found and the one expected."""
+    """Distance between the kernel's element and the reference's."""
     allowed: float
-    """Distance that PyTorch's own error, doubled, and rounding allow."""
+    """Upper bound of the error: PyTorch's own error, doubled, plus rounding."""
     index: tuple[int, ...]
-    """Place of the element in the tensor."""
+    """Index of the element in the tensor."""
     found: float
-    """Value that the kernel gave."""
+    """Value of the kernel."""
     expected: float
     """Value of the reference."""
 
@@ -76,10 +77,10 @@ def verify(
 ) -> tuple[Check, ...]:
     """Run the kernels of `configs` on random inputs of the problem's shape and judge every output.
 
-    The kernels of a forward alone judge out and lse; those of a backward dq, dk and dv too, and
-    dt0, dt1, ... of the tensors that a score trains and dsinks of its sinks. Mask and score read
-    typical tensors. `device` defaults to the GPU, or to the CPU where there is none.
-    Raises Unsupported where emitted kernels cannot run.
+    The kernels of a forward give checks of out and lse. With the kernels of a backward also dq, dk
+    and dv are checked, dt0, dt1, ... for trained tensors of a score, and dsinks for its sinks. Mask
+    and score read typical tensors. `device` defaults to the GPU, or to the CPU if there is none.
+    Raises Unsupported if emitted kernels cannot run.
     """
     device = torch.device(device or run_device())
     with _own_modes(device):
@@ -95,7 +96,7 @@ def verify(
 
 @contextlib.contextmanager
 def _own_modes(device: torch.device) -> Generator[None]:
-    """Turn gradients on and autocast off: a call that tunes may have them otherwise."""
+    """Turn gradients on and autocast off, whatever the modes of a call that tunes."""
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
@@ -113,11 +114,13 @@ def check(
     scale: float | None = None,
     dropout: Dropout | None = None,
 ) -> tuple[Check, ...]:
-    """Run rendered kernels on given inputs and judge every output; `dropout` is that of a problem
-    that drops weights, and the reference drops the same."""
+    """Run rendered kernels on given inputs and judge every output.
+
+    `dropout` is required if the problem drops weights; the reference drops the same weights.
+    """
     factor: float = inputs.q.shape[-1] ** -0.5 if scale is None else scale
-    found = run(kernels, inputs, factor, mask=mask, score=score, dropout=dropout)
-    return judge_all(found, inputs, factor, mask=mask, score=score, dropout=dropout)
+    results = run(kernels, inputs, factor, mask=mask, score=score, dropout=dropout)
+    return judge_all(results, inputs, factor, mask=mask, score=score, dropout=dropout)
 
 
 def judge_all(
@@ -129,10 +132,10 @@ def judge_all(
     score: Score | None = None,
     dropout: Dropout | None = None,
 ) -> tuple[Check, ...]:
-    """Judge outputs by name, as `check` does those of kernels; `factor` is the softmax scale."""
+    """Judge outputs, given by name, as `check` does; `factor` is the softmax scale."""
     wide, wide_score = inputs.to(torch.float64), _widened(score)
     expected = _reference(wide, mask, wide_score, factor, dropout)
-    # PyTorch's own kernels change no scores, and drop other weights.
+    # With a score or dropout, PyTorch's own kernels do not apply: use its plain operations.
     ways = (True,) if score or dropout else (False, True)
     own = [_torch_result(inputs, mask, score, factor, dropout, plain=plain) for plain in ways]
     trained = _trained(wide_score)
@@ -152,7 +155,7 @@ def judge_all(
 
 
 def require(checks: tuple[Check, ...]) -> None:
-    """Raise WrongResult, with every failed check on a line, unless all are ok."""
+    """Raise WrongResult with one line for each failed check, unless all are ok."""
     failed = [str(check) for check in checks if not check.ok]
     if failed:
         raise WrongResult("\n".join(failed))
@@ -169,9 +172,11 @@ def run(
     dropout: Dropout | None = None,
     panel_rows: int = PANEL_STEP,
 ) -> dict[str, torch.Tensor]:
-    """Return out and lse, and with all kernels of a backward the gradients, as the emitted kernels
-    compute them; what no kernel writes is NaN. `mask` defaults to that of their problem; panels are
-    small by default, so that short sequences need several."""
+    """Compute out and lse with emitted kernels, and gradients if `kernels` include a backward.
+
+    Elements that no kernel writes are NaN. `mask` defaults to the mask of the kernels' problem.
+    Panels are small by default, so that short sequences need several.
+    """
     q, k, v, dout = inputs.q, inputs.k, inputs.v, inputs.dout
     reads: dict[str, Any] = dropout.given if dropout else {}
     gradients: dict[int, torch.Tensor] = {}
@@ -186,8 +191,8 @@ def run(
     page = next(iter(kernels.values())).problem.page
     if page:
         q_rows, k, v, requests = in_pages(q, k, v, page)
-        its = launch, q_rows, k, v, scale
-        out, lse = passes.forward(*its, panel_rows=panel_rows, requests=requests)
+        call = launch, q_rows, k, v, scale
+        out, lse = passes.forward(*call, panel_rows=panel_rows, requests=requests)
         out, lse = (out_of_pages(x, len(q)) for x in (out, public_lse(lse)))
     else:
         keeps_pairs = next(iter(kernels.values())).problem.pair_lse
@@ -201,8 +206,8 @@ def run(
         )
         results |= {"dq": dq, "dk": dk, "dv": dv}
         if score:
-            its = score.captured
-            results |= {f"dt{slot}": x.to(its[slot].dtype) for slot, x in gradients.items()}
+            captured = score.captured
+            results |= {f"dt{slot}": x.to(captured[slot].dtype) for slot, x in gradients.items()}
             if score.sink_logits is not None and score.sink_logits.requires_grad:
                 results["dsinks"] = passes.gradient_of_sinks(score.sink_logits, lse, delta)
     return results
@@ -215,13 +220,13 @@ def launch_of(
     q: torch.Tensor,
     k: torch.Tensor,
 ) -> Launch:
-    """Return the launch of a rendered kernel on the device of q, given what the mask and `reads`
-    name."""
+    """Return the launch of a rendered kernel on the device of q, with the tensors of the mask and
+    of `reads` bound."""
     return bound_kernel(rendered, q.device).given(mask, Shape.of(q, k), q.device, reads)
 
 
 def run_device() -> torch.device:
-    """Return where emitted kernels run in this process. Raises Unsupported where they cannot."""
+    """Return the device that emitted kernels run on. Raises Unsupported if they cannot run."""
     if torch.cuda.is_available() and not cpu.is_interpreting():
         return torch.device("cuda")
     if not cpu.is_interpreting() and (reason := cpu.trouble()):
@@ -239,12 +244,14 @@ def _trained(score: Score | None) -> dict[str, torch.Tensor]:
 
 
 def _widened(score: Score | None) -> Score | None:
-    """Return a score whose trained tensors and sinks are leaves in fp64."""
+    """Return a score with trained tensors and sinks as leaves in fp64."""
     if score is None:
         return None
 
-    def wide(one: torch.Tensor) -> torch.Tensor:
-        return one.detach().to(torch.float64).requires_grad_() if one.requires_grad else one
+    def wide(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        return tensor.detach().to(torch.float64).requires_grad_()
 
     sinks = None if score.sink_logits is None else wide(score.sink_logits)
     return replace(score, captured=tuple(map(wide, score.captured)), sink_logits=sinks)
@@ -267,8 +274,8 @@ def _gradients(
     out: torch.Tensor, leaves: Sequence[torch.Tensor], dout: torch.Tensor, score: Score | None
 ) -> dict[str, torch.Tensor]:
     wanted = dict(zip(("dq", "dk", "dv"), leaves, strict=True)) | _trained(score)
-    found = torch.autograd.grad(out, list(wanted.values()), dout, materialize_grads=True)
-    return dict(zip(wanted, found, strict=True))
+    grads = torch.autograd.grad(out, list(wanted.values()), dout, materialize_grads=True)
+    return dict(zip(wanted, grads, strict=True))
 
 
 def _torch_result(
@@ -280,10 +287,10 @@ def _torch_result(
     *,
     plain: bool,
 ) -> dict[str, torch.Tensor]:
-    """PyTorch's own results at the inputs' precision: from its choice of kernels, or its plain
-    ones.
+    """Compute PyTorch's own results in the inputs' precision, with its choice of kernels or, if
+    `plain`, its math back end.
 
-    lse, which it keeps to itself, is computed in fp32 from those inputs.
+    lse, which SDPA does not return, is computed in fp32 from the same inputs.
     """
     leaves = [t.detach().clone().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
     if score or dropout:
@@ -307,17 +314,18 @@ def judge(
     own: Sequence[torch.Tensor],
     floor: torch.Tensor | float = 0.0,
 ) -> Check:
-    """Judge one output. `own` is PyTorch's, computed its different ways: the larger error counts.
+    """Judge one output. `own` are PyTorch's results, computed in several ways: the largest error
+    counts.
 
-    In fp32 they differ by more than twice each other's error, by nothing but summation order. One
-    that is not finite where the reference is says nothing. `floor` is what roundings in fp32 may
-    cost each element, from `rounding_floors`.
+    In fp32 PyTorch's results may differ by more than twice their errors, only by the order of
+    summation. A result of PyTorch's that is not finite where the reference is finite is ignored.
+    `floor` bounds the rounding error of each element: see `rounding_floors`.
     """
     if found.shape != expected.shape:
         raise WrongResult(f"{name} must have shape {expected.shape}, got {found.shape}")
     wide, dtype = torch.float64, own[0].dtype
     target, rounded = expected.to(wide), expected.to(dtype)
-    distances = [float(_distance(one.to(wide), target).max()) for one in own]
+    distances = [float(_distance(result.to(wide), target).max()) for result in own]
     once = max(filter(math.isfinite, distances), default=0.0)
     once += float(_distance((rounded + 0.3) - 0.3, rounded).max())
     allowed = (torch.as_tensor(floor, dtype=wide).nan_to_num(0.0) + 2 * once).expand_as(target)
