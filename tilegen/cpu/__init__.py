@@ -1,11 +1,11 @@
-"""Emitted kernels compiled for the CPU.
+"""Compile emitted kernels for the CPU.
 
     RenderedKernel -> TTIR (ttir) -> values and operations (mlir) -> LLVM IR (lower)
     -> machine code (jit), kept on disk (objects) -> CpuFunction (function)
 
-The Triton text stays as it is emitted for a GPU. `lower` makes tiles of it (tiles, access), loops
+The Triton source is the one emitted for a GPU. `lower` turns it into tiles (tiles, access), loops
 over tiles (loops), matrix products (products) and operations on elements (arithmetic). README.md
-says how, and what is refused.
+describes each step, and what is unsupported.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from tilegen.emit.identity import RenderedKernel
 
 MAX_MODULES = 2048
-"""Compiled modules that stay in memory."""
+"""Compiled modules kept in memory."""
 _modules: BoundedCache[tuple[str, str, Mode], ModuleType] = BoundedCache(MAX_MODULES)
 
 
 @cache
 def trouble() -> str:
-    """Return the reason why kernels cannot be compiled for the CPU here; empty where they can."""
+    """Return the reason why kernels cannot be compiled for the CPU; empty if they can."""
     if importlib.util.find_spec("llvmlite") is None:
         return "llvmlite is not installed; run pip install llvmlite"
     try:
@@ -48,29 +48,29 @@ def trouble() -> str:
 def load(rendered: RenderedKernel, mode: Mode = "") -> ModuleType:
     """Return the emitted module with its kernel compiled for this CPU; `.launch(...)` runs it.
 
-    `mode` "bounds" checks every address (a launch raises WrongResult), "count" counts bytes
-    (`function_of(...).traffic`). Raises Unsupported where nothing can be compiled, and for
-    operations that the compiler does not know.
+    Mode "bounds" checks every address: a launch raises WrongResult for one out of bounds. Mode
+    "count" counts bytes (`function_of(...).traffic`). Raises Unsupported if kernels cannot be
+    compiled here, or for operations that the compiler does not know.
     """
     key = rendered.digest, rendered.kernel, mode
     return _modules.get(key, lambda: _loaded(rendered, mode))
 
 
 def is_interpreting() -> bool:
-    """Return True where TRITON_INTERPRET=1 has Triton interpret kernels, and compile none."""
+    """Check whether TRITON_INTERPRET=1 is set: Triton then interprets kernels."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def serves_calls() -> bool:
-    """Return True where calls on CPU tensors run emitted kernels, and PyTorch computes none."""
+    """Check whether calls on CPU tensors run emitted kernels, rather than PyTorch."""
     return not why_not()
 
 
 def why_not() -> str:
-    """Return the reason why PyTorch computes calls on CPU tensors; empty where kernels do.
+    """Return the reason why PyTorch computes calls on CPU tensors; empty if kernels do.
 
-    Where TILEGEN_CPU=kernels asks for kernels, `load` raises the reason why they cannot be
-    compiled, and PyTorch computes nothing in their place.
+    With TILEGEN_CPU=kernels PyTorch never replaces a kernel: `load` raises if it cannot be
+    compiled.
     """
     if settings().cpu == "torch":
         return "TILEGEN_CPU=torch is set"
@@ -80,13 +80,16 @@ def why_not() -> str:
 
 
 def runs_compiled(device: torch.device) -> bool:
-    """Return True where emitted kernels run compiled for the CPU."""
+    """Check whether emitted kernels run on a device as code compiled for the CPU."""
     return device.type == "cpu" and not is_interpreting()
 
 
 def executable(rendered: RenderedKernel, device: torch.device) -> ModuleType:
-    """Return the module whose `launch` runs on a device: compiled for the CPU, or as it is emitted
-    for a GPU, and where Triton interprets it for tests. Raises what `load` raises."""
+    """Return the module whose `launch` runs on a device. Raises the errors of `load`.
+
+    On a CPU the kernel is compiled. On a GPU, or if Triton interprets it for tests, the module is
+    the emitted one.
+    """
     if not runs_compiled(device):
         from tilegen.emit import kernel_files
 
@@ -95,7 +98,7 @@ def executable(rendered: RenderedKernel, device: torch.device) -> ModuleType:
 
 
 def function_of(module: ModuleType) -> EmittedFunction:
-    """Return the compiled function of a module that `load` made."""
+    """Return the compiled function of a module that `load` returned."""
     return vars(module)[module.FUNCTION]
 
 

@@ -1,4 +1,4 @@
-"""Loads, stores and atomic additions of tiles: rows, broadcasts, gathers, under masks."""
+"""Load, store and add tiles in memory: rows, broadcasts and gathers, with or without a mask."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from tilegen.cpu.ir import BYTES, FLOATS, MEMORY, REGISTER, Code, Lane, bits, ty
 from tilegen.cpu.tiles import Address, Constant, Load, Node, Place, View
 
 ZEROS = "@zeros"
-"""A block of zeros: where a mask is false for a whole vector, this is read instead."""
+"""A block of zeros, read instead of memory if a mask is false for a whole vector."""
 ZEROS_TEXT = "@zeros = internal constant [256 x i8] zeroinitializer, align 64"
 
 
 class Access:
-    """Reads and writes tiles of memory. `checks.CheckedAccess` looks at each address."""
+    """Reads and writes tiles in memory. `checks.CheckedAccess` checks each address."""
 
     vectors = True
-    """True: rows are read and written as vectors; False: each element by itself."""
+    """True: rows are read and written as vectors; False: element by element."""
     private: frozenset[int] = frozenset()
-    """Arguments that no other thread adds to at the same time."""
+    """Arguments that only one thread adds to at a time."""
 
     def __init__(self, dummy: str) -> None:
-        """`dummy` is scratch memory of 256 bytes, written where a mask is false."""
+        """`dummy` is scratch memory of 256 bytes, written instead if a mask is false."""
         self._dummy = dummy
 
     def executed(
@@ -35,8 +35,11 @@ class Access:
         shape: tuple[int, ...],
         mask: Node | str | None,
     ) -> None:
-        """Called where a load or a store stands in the kernel, so that builds can count it;
-        `counted` writes the number of places where a mask is true."""
+        """Count a load or store of the kernel, in builds that count; otherwise do nothing.
+
+        Called where the operation stands in the kernel. `counted` writes the number of places where
+        a mask is true.
+        """
 
     def allowed(
         self, code: Code, pointer: str, mask: str | None, elem: str, arg: int | None, line: int
@@ -47,7 +50,7 @@ class Access:
     # ---- loads
 
     def load(self, code: Code, node: Load, idx: Place, lane: Lane, other: str | None) -> str:
-        """Return the element of a load at a place, or the vector that begins there."""
+        """Return the element at a place, or the vector that begins there."""
         elem, address = node.elem, node.address
         if not lane:
             mask = node.mask.at(code, idx, None) if node.mask else None
@@ -95,7 +98,7 @@ class Access:
     def _row(
         self, code: Code, node: Load, idx: Place, lane: tuple[int, int], other: str | None
     ) -> str:
-        """Load a vector under no mask, or under one that is the same for all lanes."""
+        """Load a vector without a mask, or with the same mask for all lanes."""
         elem = node.elem
         pointer, mask = node.address.place(code, idx, None), None
         if node.mask is not None:
@@ -125,7 +128,7 @@ class Access:
         memory = MEMORY[elem]
         pointers = "" if step in (0, 1) else address.place(code, idx, lane)
         first = address.place(code, idx, None) if step in (0, 1) else ""
-        if not self.vectors:  # each lane checks its own address
+        if not self.vectors:  # each lane's address is checked
             pointers = address.place(code, idx, lane)
         vector, result = typed(memory, lane), "poison"
         for i in range(lane[1]):
@@ -217,7 +220,7 @@ class Access:
         value = to_memory(code, value, elem, None)
         code.do(f"store {MEMORY[elem]} {value}, ptr {pointer}, align {BYTES[elem]}")
 
-    # ---- additions, atomic where other threads may add to the same tensor
+    # ---- additions, atomic if other threads may add to the same tensor
 
     def add(
         self,
@@ -230,7 +233,7 @@ class Access:
         mask: Node | None,
         line: int,
     ) -> None:
-        """Add to an element in memory, or to each element of a vector."""
+        """Add a value to an element in memory, or a vector to consecutive elements or a scatter."""
         if lane and address.arg in self.private and address.step(lane[0]) == 1 and self.vectors:
             node = Load(elem, address.shape, address, mask, None, self, line)
             old = self.load(code, node, idx, lane, None)

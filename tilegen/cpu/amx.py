@@ -1,9 +1,10 @@
-"""Products of bf16 by AMX: tiles of 16 rows of 64 bytes in registers of their own.
+"""Products of bf16 with AMX, whose tile registers hold 16 rows of 64 bytes.
 
-Compiled and looked at in tests, but off: no machine has run it yet. `target.host` never chooses it;
-a process would have to request the registers from Linux first (arch_prctl, ARCH_REQ_XCOMP_PERM).
+Tests compile them and check the code, but they are off: no machine has run them yet. `target.host`
+never chooses AMX; a process would first have to request the registers from Linux (arch_prctl,
+ARCH_REQ_XCOMP_PERM).
 
-The panels of `products` are what AMX reads: pairs of rows side by side in 32 bits.
+AMX reads the panels of `products` as they are: pairs of rows interleaved in words of 32 bits.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from tilegen.cpu.ir import Code, Index, typed
 ROWS = 16
 """Rows of a tile; a row has 16 words of 32 bits."""
 BLOCK = 2
-"""Tiles of the result that are computed together, along each side: 4 results, 2 + 2 operands."""
+"""Tiles of the result computed together along each side: 4 results, 2 + 2 operands."""
 
 
 def fits(rows: int, columns: int, steps: int, left_column: int) -> bool:
-    """Return True for a product that is whole tiles, with the left operand's rows dense."""
+    """Check whether a product divides into whole tiles and rows of its left operand are dense."""
     whole = rows % ROWS == columns % ROWS == 0 and (steps % ROWS == 0 or steps < ROWS)
     return whole and left_column == 1
 
@@ -27,7 +28,8 @@ def product(
 ) -> None:
     """Write the body of a product function: %c = init + %a @ %b.
 
-    `steps` counts pairs, `left_row` words of a row of the left operand, `width` columns of a panel.
+    `steps` counts pairs, `left_row` the words in a row of the left operand, `width` the columns of
+    a panel.
     """
     _configure(code, min(steps, ROWS))
     if init == "scale":
@@ -62,7 +64,7 @@ def product(
 
 
 def _configure(code: Code, words: int) -> None:
-    """Give all tiles their sizes: results 16 x 16 words, operands `words` deep."""
+    """Set the sizes of all tiles: results 16 x 16 words, operands `words` deep."""
     shape = [1, 0, *[0] * 14]
     columns = [64] * 4 + [4 * words] * 2 + [64] * 2  # bytes of a row
     rows = [ROWS] * 6 + [words] * 2

@@ -1,4 +1,4 @@
-"""Operations on elements as LLVM IR."""
+"""Write operations on elements as LLVM IR."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LIBRARY = {
     **{name: name for name in ("sqrt", "floor", "ceil", "sin", "cos", *_FUNCTIONS)},
 }
 _CALLED = {"erf": "erf"}
-"""Functions of the C library that LLVM has no intrinsic for."""
+"""Functions of the C library for which LLVM has no intrinsic."""
 
 
 def compute(
@@ -41,8 +41,8 @@ def compute(
 ) -> str:
     """Write an elementwise operation and return its result.
 
-    `elems` are the element types of the operands, `to` is the element type of the result. Raises
-    Unsupported for an unknown operation.
+    `elems` are the element types of the operands, and `to` that of the result. Raises Unsupported
+    for an unknown operation.
     """
     kind = op.name.partition(".")[2]
     elem, type_ = elems[0], REGISTER[elems[0]]
@@ -100,8 +100,8 @@ def compute(
 def reduced(code: Code, op: Op, elem: str, so_far: str, value: str, lane: Lane) -> str:
     """Write one step of a reduction and return the new accumulator.
 
-    An accumulator of a maximum starts at -infinity and drops every NaN, so it is never NaN itself.
-    One compare and select is enough then, which is a single instruction on x86.
+    The accumulator of a maximum starts at -infinity and drops every NaN, so it is never NaN. Then a
+    compare and a select are enough, a single instruction on x86.
     """
     type_ = REGISTER[elem]
     if op.name in ("arith.maxnumf", "arith.minnumf"):
@@ -112,7 +112,7 @@ def reduced(code: Code, op: Op, elem: str, so_far: str, value: str, lane: Lane) 
 
 
 def _divided(code: Code, name: str, type_: str, a: str, b: str, lane: Lane) -> str:
-    """Divide integers; x / 0 gives x with remainder 0, where the processor would trap."""
+    """Divide integers. x / 0 is x with remainder 0, where the processor would trap."""
     vector = typed(type_, lane)
     if b.startswith("splat") or not b.startswith("%"):
         return code.emit(f"{name} {vector} {a}, {b}")
@@ -120,7 +120,7 @@ def _divided(code: Code, name: str, type_: str, a: str, b: str, lane: Lane) -> s
     if name in ("udiv", "urem"):
         test = code.emit(f"icmp eq {vector} {b}, {zero}")
         return code.emit(f"{name} {vector} {a}, {code.select(test, one, b, type_, lane)}")
-    # The least integer divided by -1 traps, too.
+    # The smallest integer divided by -1 traps too.
     less_one = code.number(type_, -1, lane)
     shifted = code.emit(f"add {vector} {b}, {one}")
     special = code.emit(f"icmp ult {vector} {shifted}, {code.number(type_, 2, lane)}")
@@ -132,11 +132,11 @@ def _divided(code: Code, name: str, type_: str, a: str, b: str, lane: Lane) -> s
 
 
 def _extreme(code: Code, kind: str, type_: str, a: str, b: str, lane: Lane) -> str:
-    """Return the larger or smaller value. `num` kinds drop a NaN, the others keep it."""
+    """Return the larger or smaller value. Kinds with `num` drop a NaN, the others keep it."""
     vector = typed(type_, lane)
     order = "ogt" if kind.startswith("max") else "olt"
     best = code.select(code.emit(f"fcmp {order} {vector} {a}, {b}"), a, b, type_, lane)
-    # `best` is b where either is NaN.
+    # `best` is b if a or b is NaN.
     test = code.emit(
         f"fcmp uno {vector} {b}, {b}" if "num" in kind else f"fcmp uno {vector} {a}, {a}"
     )
@@ -144,20 +144,20 @@ def _extreme(code: Code, kind: str, type_: str, a: str, b: str, lane: Lane) -> s
 
 
 def _of_each(code: Code, name: str, type_: str, value: str, lane: Lane) -> str:
-    """Return a function of the C library of each element."""
+    """Call a function of the C library for each element."""
     code.module.declare(f"declare {type_} @{name}({type_})")
     if not lane:
         return code.emit(f"call {type_} @{name}({type_} {value})")
     vector, result = typed(type_, lane), "poison"
     for i in range(lane[1]):
-        one = code.emit(f"extractelement {vector} {value}, i32 {i}")
-        one = code.emit(f"call {type_} @{name}({type_} {one})")
-        result = code.emit(f"insertelement {vector} {result}, {type_} {one}, i32 {i}")
+        element = code.emit(f"extractelement {vector} {value}, i32 {i}")
+        element = code.emit(f"call {type_} @{name}({type_} {element})")
+        result = code.emit(f"insertelement {vector} {result}, {type_} {element}, i32 {i}")
     return result
 
 
 def _to_integer(code: Code, kind: str, type_: str, value: str, to: str, lane: Lane) -> str:
-    """Convert to an integer; out of range it saturates and NaN gives 0, as on a GPU."""
+    """Convert to an integer. As on a GPU, values out of range saturate and NaN gives 0."""
     name, vector = f"llvm.{kind}.sat", typed(REGISTER[to], lane)
     given, wide = typed(type_, lane), f"v{lane[1]}" if lane else ""
     short = "f64" if type_ == "double" else "f32"

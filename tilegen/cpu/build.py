@@ -1,4 +1,4 @@
-"""From a kernel's source to machine code, for one processor."""
+"""Build machine code from a kernel's source, for a given processor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WAYS = {"": access.Access, "bounds": checks.CheckedAccess, "count": checks.Coun
 
 
 def source_of(rendered: RenderedKernel) -> Source:
-    """Return the function of an emitted kernel, with the types that it declares."""
+    """Return the function of an emitted kernel with its declared types."""
     function = getattr(kernel_files.load(rendered), rendered.function)
     return Source(function=function, signature=rendered.signature, aligned=rendered.aligned)
 
@@ -27,8 +27,8 @@ def source_of(rendered: RenderedKernel) -> Source:
 def code_of(rendered: RenderedKernel) -> str:
     """Return the text that, with the types of its arguments, determines a kernel's machine code.
 
-    The module's docstring names the problem, and kernels of many problems differ in nothing else.
-    Empty lines replace the docstring, since checked builds name lines of the file.
+    The module's docstring names the problem, and is the only difference between the kernels of many
+    problems. It is replaced by empty lines, since checked builds report line numbers of the file.
     """
     text = rendered.source
     if not text.startswith('"""'):
@@ -38,18 +38,18 @@ def code_of(rendered: RenderedKernel) -> str:
 
 
 def object_of(source: Source, text: str, target: Target, mode: Mode = "") -> CompiledObject:
-    """Load a kernel's machine code from disk, or compile and keep it. `text` is all of the code
-    that the function consists of. Raises Unsupported and BuildFailed."""
+    """Load a kernel's machine code from disk, or compile it and write it to disk. `text` is the
+    source code that the function consists of. Raises Unsupported and BuildFailed."""
     path = path_of_object(source, text, target, mode)
-    made = read(path)
-    if made is None:
-        made = compiled(source, target, mode)
-        write(path, made)
-    return made
+    built = read(path)
+    if built is None:
+        built = compiled(source, target, mode)
+        write(path, built)
+    return built
 
 
 def path_of_object(source: Source, text: str, target: Target, mode: Mode = "") -> Path:
-    """Return the file of a kernel's machine code."""
+    """Return the path of a kernel's machine code."""
     kind = [text, *source.signature, sorted(source.constants.items())]
     kind += [source.aligned, source.aliases]
     digest = hashlib.sha256(repr(kind).encode()).hexdigest()[:16]
@@ -57,7 +57,7 @@ def path_of_object(source: Source, text: str, target: Target, mode: Mode = "") -
 
 
 def compiled(source: Source, target: Target, mode: Mode = "") -> CompiledObject:
-    """Compile a kernel for a processor, which need not be this machine's. Raises Unsupported and
+    """Compile a kernel for any processor, not only this machine's. Raises Unsupported and
     BuildFailed."""
     started = time.perf_counter()
     function = mlir.parse(ttir_of(source), source.file)

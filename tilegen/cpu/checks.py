@@ -1,4 +1,4 @@
-"""Builds that check or count: every address against its tensor, or the bytes that loads and stores
+"""Builds that check every address against its tensor, or count the bytes that loads and stores
 move."""
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ done:
   ret void
 }"""
 )
-"""The first address outside of its tensor is kept: line, argument, address."""
+"""Records the first address out of bounds: line, argument, address."""
 BOUNDS = 3
-"""Words before the bounds of arguments: first byte, and the byte after the last, of each."""
+"""Words before the bounds of arguments. Bounds are the first byte and the byte after the last."""
 
 
 class CheckedAccess(Access):
-    """Compares each address with the memory of its tensor, and leaves out what lies outside."""
+    """Compares each address with the memory of its tensor, and skips accesses out of bounds."""
 
     vectors = False
 
     def allowed(
         self, code: Code, pointer: str, mask: str | None, elem: str, arg: int | None, line: int
     ) -> str | None:
-        """Return the condition under which an element may be accessed, after a look at it."""
+        """Return the condition for an access, after writing code that checks its address."""
         if arg is None:
             raise Unsupported(f"line {line} of the kernel: an address whose tensor is unknown")
         code.module.functions["@report"] = REPORT
@@ -71,9 +71,9 @@ class CheckedAccess(Access):
 
 
 class CountingAccess(Access):
-    """Counts the bytes of each tensor that loads and stores move; masked elements are not counted.
+    """Counts the bytes of each tensor that loads and stores move, without masked elements.
 
-    A load counts once where it stands in the kernel, however often its tile is evaluated.
+    A load is counted where it stands in the kernel, however often its tile is evaluated.
     """
 
     def executed(
@@ -86,7 +86,7 @@ class CountingAccess(Access):
         shape: tuple[int, ...],
         mask: Node | str | None,
     ) -> None:
-        """Count a load or store of a tile, or of a scalar."""
+        """Write code that counts a load or store of a tile or scalar."""
         number = "1"
         if isinstance(mask, str):
             number = code.emit(f"zext i1 {mask} to i64")
@@ -105,19 +105,19 @@ class CountingAccess(Access):
 
 @dataclass
 class Traffic:
-    """Bytes that launches of counting kernels moved, by the names of their arguments."""
+    """Bytes that launches of counting kernels moved, by argument name."""
 
     read: dict[str, int] = field(default_factory=dict[str, int])
     written: dict[str, int] = field(default_factory=dict[str, int])
 
     @property
     def read_bytes(self) -> int:
-        """Bytes that were loaded."""
+        """Number of bytes loaded."""
         return sum(self.read.values())
 
     @property
     def write_bytes(self) -> int:
-        """Bytes that were stored."""
+        """Number of bytes stored."""
         return sum(self.written.values())
 
     def add(self, names: tuple[str, ...], words: torch.Tensor) -> None:
@@ -136,10 +136,11 @@ NOT_MOVED: Mapping[int, Any] = {}
 def bounds_words(
     owners: list[torch.Tensor | None], moved: Mapping[int, tuple[int, int]] = NOT_MOVED
 ) -> torch.Tensor:
-    """Return the words that a checking kernel reads: a report of zeros, and the bounds of each
-    argument's storage (of none, for an argument that is no tensor).
+    """Return the words that a checking kernel reads: an empty report, and the bounds of each
+    argument's storage, 0 and 0 for an argument that is not a tensor.
 
-    `moved` has the address and the size [bytes] of the memory that stands for some arguments.
+    `moved` maps arguments that are replaced by other memory to the address and size [bytes] of that
+    memory.
     """
     words = [0] * BOUNDS
     for i, owner in enumerate(owners):
@@ -162,8 +163,8 @@ def finding(
     owners: list[torch.Tensor | None],
     moved: Mapping[int, int] = NOT_MOVED,
 ) -> str:
-    """Return the report of a checking launch, empty where all was in order. `moved` has the
-    addresses of memory that stood for some arguments."""
+    """Describe the address out of bounds that a checking launch recorded; empty if there is none.
+    `moved` maps arguments that were replaced by other memory to the address of that memory."""
     line, arg, address = words[:BOUNDS].tolist()
     if not line:
         return ""

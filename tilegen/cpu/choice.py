@@ -1,7 +1,7 @@
-"""The choice of a call on the CPU: a family for each pass, and the tiles of its kernels.
+"""Choose the kernels of a call on the CPU: a family for each pass, and tiles.
 
-Both follow from the problem alone. The number of threads and the clock have no part in them, so
-that results do not depend on either.
+The choice depends on the problem alone, not on threads or clocks, so that results depend on
+neither.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from tilegen.masks.grouping import packed_heads
 from tilegen.problem import AttentionProblem
 
 BUSY = 8
-"""Programs from which a forward splits no keys: cores of a small machine, several times over."""
+"""Programs from which the keys of a forward are not split: several per core of a small machine."""
 LEAST_SPLIT = 512
-"""Keys of the smallest split: fewer would cost more to join than they gain."""
+"""Keys of the smallest split: joining smaller splits would cost more than they gain."""
 INVARIANT_SPLIT = 1024
-"""Keys of a split where a row's bits may not depend on the lengths of its batch."""
+"""Keys of a split where a row's bits must not depend on the lengths in its batch."""
 FEW_ROWS, MOST_ROWS = BLOCK_SIZES[0], 64
-"""Rows of the least tile, below which a head leaves room for others of its group; and of the
-largest tile that holds several heads."""
+"""Rows of the smallest tile, and of the largest tile with several heads. A head with fewer rows
+than the smallest tile shares a tile with other heads of its group."""
 
 
 def cpu_choice(
@@ -48,7 +48,7 @@ def _family(problem: AttentionProblem, direction: Direction) -> FamilySpec:
         return PAGED
     if problem.invariant:
         return SPLIT_KV
-    if problem.dropout:  # kernels of splits drop nothing
+    if problem.dropout:  # kernels with splits do not support dropout
         return Q_STATIONARY
     shares_tiles = problem.seqlen_q < FEW_ROWS and packed_heads(problem) > 1
     may_split = problem.seqlen_kv >= 2 * LEAST_SPLIT and _programs(problem) < BUSY
@@ -71,17 +71,17 @@ def _config(problem: AttentionProblem, kernel: Kernel) -> TileConfig:
 def _queries(problem: AttentionProblem) -> int:
     """Return the query rows of each head in a tile that holds all heads of a group."""
     heads = packed_heads(problem)
-    # A prompt and its chunks take the same tiles where their bits must be the same.
+    # A prompt and its chunks must have the same tiles if their bits must be the same.
     length = 1 if problem.invariant else problem.seqlen_q
     return max(FEW_ROWS, heads, min(_power(length) * heads, MOST_ROWS)) // heads
 
 
 def _programs(problem: AttentionProblem) -> int:
-    """Return the programs of a forward without splits."""
+    """Count the programs of a forward without splits."""
     groups = problem.num_heads_q if packed_heads(problem) == 1 else problem.num_heads_kv
     return problem.batch * groups * -(-problem.seqlen_q // _queries(problem))
 
 
 def _power(length: int) -> int:
-    """Return the least power of two that is not below a length."""
+    """Return the smallest power of two not below a length."""
     return 1 << (length - 1).bit_length()

@@ -1,4 +1,4 @@
-"""The numbers of constants, as MLIR prints them."""
+"""Parse constants of MLIR."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import struct
 
 
 def float_of(text: str, elem: str) -> float:
-    """Return the number of a constant: decimal, or the bits of its type."""
+    """Return the value of a constant, given as a decimal or as the bits of its type."""
     if not text.startswith("0x"):
         return _nearest(float(text), elem)
     raw = bytes.fromhex(text[2:])
@@ -16,8 +16,8 @@ def float_of(text: str, elem: str) -> float:
 
 
 def _nearest(value: float, elem: str) -> float:
-    """Return the number of a type that a decimal names: MLIR prints no more digits than tell it
-    from its neighbours."""
+    """Return the number of a type nearest to a decimal: MLIR prints only as many digits as tell the
+    number from its neighbours."""
     if elem == "f16":
         return struct.unpack("<e", struct.pack("<e", value))[0]
     if elem == "bf16":

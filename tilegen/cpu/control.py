@@ -1,4 +1,4 @@
-"""Control flow of a kernel: loops that carry values, branches, early returns."""
+"""Lower the control flow of a kernel: loops that carry values, branches, early returns."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tilegen.cpu.tiles import Buffer, Node, view
 
 
 class ControlFlow:
-    """The state of a function that is being lowered, and its control flow. `lower` derives from it
-    what single operations do."""
+    """State of a function during lowering, and its control flow. The subclass in `lower` adds the
+    other operations."""
 
     def __init__(self, target: Target, access: type[Access]) -> None:
         self.module = Module(target)
@@ -26,7 +26,7 @@ class ControlFlow:
         self.loops = Loops(self.code, self.access)
         self.products = Products(self.code, self.loops)
         self.env: dict[Value, Any] = {}
-        """The scalar (LLVM text) or the tile (Node) of each value."""
+        """Scalars (LLVM text) and tiles (Node), by value."""
 
     def ops(self, block: Block) -> None:
         """Write the operations of a block."""
@@ -50,14 +50,14 @@ class ControlFlow:
 
     @contextlib.contextmanager
     def _region(self) -> Generator[None]:
-        """Release the scratch memory and packed operands of a region at its end."""
+        """Release scratch memory and packed operands of a region at its end."""
         packed = dict(self.products.packed)
         with self.code.released_scratch():
             yield
         self.products.packed = packed
 
     def _slot(self, op: Op, start: Value) -> Any:
-        """Return the storage of a value that a loop carries: a variable, or a buffer."""
+        """Return storage for a value that a loop carries: a variable or a buffer."""
         value, type_ = self.env[start], start.type
         if not type_.shape:
             slot = self.code.slot(REGISTER[type_.elem], align=8)
@@ -66,7 +66,7 @@ class ControlFlow:
         if type_.elem == "ptr":
             raise op.refused("a loop that carries a tile of addresses")
         if isinstance(value, Buffer) and start.users == [op] and start.block is op.block:
-            return value  # nobody else reads it
+            return value  # the loop alone reads this buffer
         buffer = self.loops.buffer(type_.elem, type_.shape)
         self.loops.add(Root("buffer", value, buffer))
         return buffer
@@ -77,7 +77,7 @@ class ControlFlow:
         return self.code.emit(f"load {REGISTER[value.type.elem]}, ptr {slot}")
 
     def _hand_over(self, ends: list[Value], slots: list[Any]) -> None:
-        """Write the values that a region yields to their slots, after all have been read."""
+        """Write the values that a region yields to their slots, after reading all of them."""
         values = [self.env[end] for end in ends]
         for i, (value, slot) in enumerate(zip(values, slots, strict=True)):
             if not isinstance(value, Node) or value is slot:
@@ -94,7 +94,7 @@ class ControlFlow:
         self.loops.flush()
 
     def _pack_before(self, body: Block) -> None:
-        """Pack, before a loop, operands of products that do not change in it."""
+        """Pack operands of products that do not change in a loop, before the loop."""
         for op in body.ops:
             if op.name == "scf.for":
                 self._pack_before(op.regions[0])
@@ -144,7 +144,7 @@ class ControlFlow:
             self.env[value] = self._read(value, slot)
 
     def _op_scf_yield(self, op: Op) -> None:
-        pass  # the loop or branch that it ends hands its operands over
+        pass  # the loop or branch that this ends writes its operands to slots
 
     def _op_cf_cond_br(self, op: Op) -> None:
         self.loops.flush()

@@ -1,4 +1,4 @@
-"""Floats in registers and in memory: bf16 and fp16 are computed with as fp32."""
+"""Convert floats between registers and memory: registers hold bf16 and fp16 as fp32."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from tilegen.cpu.ir import Code, Lane, typed
 
 
 def rounded(code: Code, value: str, elem: str, lane: Lane) -> str:
-    """Return an fp32 value as bf16 or fp16 would hold it; other types are returned as they are."""
+    """Round an fp32 value to bf16 or fp16, still in fp32; return other types unchanged."""
     if elem == "bf16":
         return _rounded_to_bf16(code, value, lane)
     if elem == "f16":
@@ -15,9 +15,9 @@ def rounded(code: Code, value: str, elem: str, lane: Lane) -> str:
 
 
 def converted(code: Code, value: str, of: str, to: str, lane: Lane) -> str:
-    """Return a float of another type."""
+    """Convert a float to another type."""
     if of == "f64" and to != "f64":
-        # fp64 to bf16 is rounded twice here, as Triton does on NVIDIA's GPUs.
+        # fp64 is rounded twice on its way to bf16, as Triton does on NVIDIA GPUs.
         value = code.emit(f"fptrunc {typed('double', lane)} {value} to {typed('float', lane)}")
     elif to == "f64" and of != "f64":
         return code.emit(f"fpext {typed('float', lane)} {value} to {typed('double', lane)}")
@@ -25,7 +25,7 @@ def converted(code: Code, value: str, of: str, to: str, lane: Lane) -> str:
 
 
 def to_memory(code: Code, value: str, elem: str, lane: Lane, *, exact: bool = True) -> str:
-    """Convert a value to its form in memory. With `exact`, bf16 and fp16 are rounded already."""
+    """Convert a value to its form in memory. With `exact` it is already rounded to bf16 or fp16."""
     whole, half, one_byte = (typed(name, lane) for name in ("i32", "i16", "i8"))
     if elem == "bf16":
         if not exact:
@@ -44,7 +44,7 @@ def to_memory(code: Code, value: str, elem: str, lane: Lane, *, exact: bool = Tr
 
 
 def from_memory(code: Code, value: str, elem: str, lane: Lane) -> str:
-    """Return a value in a register, from what lies in memory."""
+    """Convert a value from its form in memory to its form in a register."""
     whole, half = typed("i32", lane), typed("i16", lane)
     if elem == "bf16":
         word = code.emit(f"zext {half} {value} to {whole}")
@@ -61,7 +61,7 @@ def from_memory(code: Code, value: str, elem: str, lane: Lane) -> str:
 
 
 def _rounded_to_bf16(code: Code, value: str, lane: Lane) -> str:
-    """Round to nearest, ties to even, in place: the lower half of the word becomes 0."""
+    """Round to nearest, ties to even; the lower half of the word becomes 0."""
     single, whole = typed("float", lane), typed("i32", lane)
     word = code.emit(f"bitcast {single} {value} to {whole}")
     odd = code.emit(f"lshr {whole} {word}, {code.number('i32', 16, lane)}")
@@ -76,7 +76,7 @@ def _rounded_to_bf16(code: Code, value: str, lane: Lane) -> str:
 
 
 def _to_half_by_integers(code: Code, value: str, lane: Lane) -> str:
-    """Round fp32 to fp16 without instructions for fp16; a float addition rounds denormals."""
+    """Round fp32 to fp16 without fp16 instructions; a float addition rounds denormals."""
     single, whole = typed("float", lane), typed("i32", lane)
 
     def number(n: int) -> str:

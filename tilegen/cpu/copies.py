@@ -1,9 +1,9 @@
-"""Copies of tensors that a kernel only adds to, in place of atomic additions.
+"""Add to copies of tensors instead of adding atomically.
 
-A launch is divided into chunks of consecutive programs, whose number follows from the grid and the
-tensors, never from the threads. The programs of a chunk run in order on one thread. The first
-chunk adds to the tensor itself and each other chunk to a copy; copies are added to the tensor in
-order. So the bits of a result are the same for any number of threads and in every run.
+A launch is divided into chunks of consecutive programs. Their number depends on the grid and the
+tensors, never on the threads. The programs of a chunk run in order on one thread. The first chunk
+adds to the tensor, every other chunk to a copy, and the copies are added to the tensor in order. So
+the bits of a result are the same for any number of threads and in every run.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from tilegen.errors import Unsupported
 
 MAX_COPIES = 15
 SMALL_BYTES = 4 << 20
-"""Memory of as many copies [bytes]. Larger tensors have FEW_COPIES: each element of a copy is
-cleared and added, which is seen beside a kernel that computes few pairs for each."""
+"""Most memory for MAX_COPIES [bytes]; larger tensors have FEW_COPIES. Each element of a copy is
+cleared and added, which is noticeable beside a kernel that computes few pairs per element."""
 FEW_COPIES = 3
 MAX_BYTES = 64 << 20
-"""Memory of few copies [bytes]; a single copy may be larger, so that two threads work."""
+"""Memory of FEW_COPIES [bytes]. A single copy may be larger, so that two threads can work."""
 _LINE = 64
 _BLOCK = 1 << 15
-"""Elements that are added at a time, so that sums stay in a cache."""
+"""Elements added at a time, so that sums stay in a cache."""
 
 
 def chunks_of(programs: int, size: int) -> int:
@@ -36,23 +36,23 @@ def chunks_of(programs: int, size: int) -> int:
 
 
 class Copies:
-    """The copies of one launch, and the table of their addresses that the machine code reads."""
+    """The copies of a launch, and the table of their addresses that the machine code reads."""
 
     def __init__(self, given: Sequence[torch.Tensor | None], programs: int) -> None:
-        """Raises Unsupported for a tensor with gaps."""
+        """Raise Unsupported for a tensor that is not contiguous."""
         tensors: list[torch.Tensor] = []
-        for one in given:
-            if one is None:
+        for tensor in given:
+            if tensor is None:
                 raise Unsupported("a gradient that programs add to is an address; pass a tensor")
-            tensors.append(one)
-            if not one.is_contiguous():
+            tensors.append(tensor)
+            if not tensor.is_contiguous():
                 raise Unsupported(
-                    f"a gradient that programs add to has strides {one.stride()} for shape "
-                    f"{tuple(one.shape)}; pass a contiguous tensor"
+                    f"a gradient that programs add to has strides {tensor.stride()} for shape "
+                    f"{tuple(tensor.shape)}; pass a contiguous tensor"
                 )
         self._tensors = tensors
-        self.sizes = [one.nbytes for one in tensors]
-        # Two cache lines lie between copies, so that threads do not write to one.
+        self.sizes = [tensor.nbytes for tensor in tensors]
+        # At least a cache line lies between copies, so that no two threads write to the same line.
         self._offsets = [0]
         for size in self.sizes:
             self._offsets.append(self._offsets[-1] + -(-size // _LINE) * _LINE + _LINE)
@@ -60,7 +60,7 @@ class Copies:
         self.chunks = chunks_of(programs, size)
         # Each chunk clears its own copies.
         self._memory = np.empty((self.chunks - 1, size), np.uint8)
-        # For each chunk a word for `extra`, and of each tensor the address and the bytes to clear.
+        # A row per chunk: a word for `extra`, then each tensor's address and bytes to clear.
         self.table = np.zeros((self.chunks, 1 + 2 * len(tensors)), np.int64)
         first = self._memory.ctypes.data
         for i, tensor in enumerate(tensors):
@@ -70,7 +70,7 @@ class Copies:
             self.table[1:, 2 + 2 * i] = self.sizes[i]
 
     def addresses(self, chunk: int) -> list[int]:
-        """Return the address of each tensor, or of the copy that a chunk adds to."""
+        """Return the addresses that a chunk adds to: the tensors, or copies of them."""
         return self.table[chunk, 1::2].tolist()
 
     def add(self) -> None:
@@ -78,7 +78,7 @@ class Copies:
         if self.chunks == 1:
             return
         for tensor, offset, size in zip(self._tensors, self._offsets, self.sizes, strict=True):
-            # By NumPy, on this thread: PyTorch would wake threads for each copy.
+            # NumPy adds on this thread; PyTorch would wake other threads for each copy.
             sums = tensor.detach().view(-1).numpy()
             copies = self._memory[:, offset : offset + size].view(sums.dtype)
             for first in range(0, len(sums), _BLOCK):

@@ -1,7 +1,7 @@
-"""`@triton.jit` functions of the package itself, compiled for the CPU when they are launched.
+"""Compile `@triton.jit` functions of this package for the CPU at their first launch.
 
-Emitted kernels come with the types of their arguments; here a launch's arguments tell them, as they
-do in Triton.
+Emitted kernels declare the types of their arguments. Here the types are those of a launch's
+arguments, as in Triton.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class DirectFunction:
         target: Target | None = None,
         mode: Mode = "",
     ) -> None:
-        """With `aliases` arguments may share memory that the function writes. `target` is the
-        processor to compile for, by default this machine's; see `cpu.load` for `mode`."""
+        """With `aliases`, arguments may share memory that the function writes. `target` is the
+        processor to compile for, by default this machine's. See `cpu.load` for `mode`."""
         self._function = function
         self._aliases = aliases
         self._target = target or host()
@@ -41,8 +41,8 @@ class DirectFunction:
         self._known: dict[tuple[Any, ...], CpuFunction] = {}
         self._lock = Lock()
         parameters = inspect.signature(function.fn).parameters.values()
-        self._names = [one.name for one in parameters]
-        self._constant = ["constexpr" in str(one.annotation) for one in parameters]
+        self._names = [parameter.name for parameter in parameters]
+        self._constant = ["constexpr" in str(parameter.annotation) for parameter in parameters]
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return partial(self._launch, grid)
@@ -73,8 +73,8 @@ class DirectFunction:
             aliases=self._aliases,
         )
         module = sys.modules[self._function.fn.__module__]
-        made = build.object_of(source, inspect.getsource(module), self._target, self._mode)
-        return CpuFunction(made, self._mode)
+        built = build.object_of(source, inspect.getsource(module), self._target, self._mode)
+        return CpuFunction(built, self._mode)
 
 
 def _type_of(value: Any) -> str:

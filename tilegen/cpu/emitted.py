@@ -1,7 +1,7 @@
-"""The function of an emitted kernel, compiled for the types of the arguments that it is given.
+"""Emitted kernels compiled for the types of the arguments at a launch.
 
-A rendered kernel declares types, and most launches have them. Lengths and tables may be of others,
-as int64 where int32 is declared; then the kernel is compiled once more, as Triton does on a GPU.
+A rendered kernel declares types, and most launches have them. Lengths and tables may have others,
+such as int64 instead of int32. The kernel is then compiled again, as Triton does on a GPU.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class EmittedFunction:
     """Replaces the `@triton.jit` function of an emitted module."""
 
     def __init__(self, rendered: RenderedKernel, target: Target, mode: Mode) -> None:
-        """Compile the kernel for the declared types, or read it from disk. Raises what
-        `build.object_of` raises."""
+        """Compile the kernel for the declared types, or load it from disk. Raises the errors of
+        `build.object_of`."""
         self._target = target
         self._mode: Mode = mode
         self._source = source_of(rendered)
@@ -41,12 +41,12 @@ class EmittedFunction:
         self._known: dict[tuple[bool | torch.dtype, ...], CpuFunction] = {}
         self._lock = Lock()
         self.traffic = Traffic()
-        """Bytes that launches of a counting build have moved."""
+        """Bytes that the launches of a counting build have moved."""
         self._declared = self._function(rendered.signature)
 
     @property
     def arg_names(self) -> list[str]:
-        """The names of the arguments, as a function of Triton has them."""
+        """The names of the arguments, as for a Triton function."""
         return [name for name, _ in self._source.signature]
 
     @property
@@ -55,16 +55,17 @@ class EmittedFunction:
         return self._declared.made
 
     def writes_only(self, names: Collection[str]) -> bool:
-        """Whether the kernel takes plain addresses, needs no check of them and no copy of a tensor,
-        and writes to no other argument than these."""
+        """Check whether the kernel can be launched with plain addresses and writes only the
+        arguments in `names`. A kernel that checks addresses, adds to copies or takes descriptors
+        cannot."""
         types = (type_ for _, type_ in self._source.signature)
-        if self._mode or self.made.private or any(one.startswith("tensordesc") for one in types):
+        if self._mode or self.made.private or any(t.startswith("tensordesc") for t in types):
             return False
         return {self.made.names[i] for i in self.made.stored} <= set(names)
 
     def compiled_for(self, given: tuple[Any, ...]) -> CpuFunction:
         """Return the machine code for arguments of these types."""
-        wide = any(type(one) is int and not -MAX_INT <= one < MAX_INT for one in given)
+        wide = any(type(x) is int and not -MAX_INT <= x < MAX_INT for x in given)
         return self._compiled(given, wide=wide)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
@@ -73,11 +74,11 @@ class EmittedFunction:
     def _launch(self, grid: tuple[int, ...], *given: Any, **_options: Any) -> None:
         try:
             self._compiled(given, wide=False)[grid](*given)
-        except struct.error:  # an integer that is declared with 32 bits has more
+        except struct.error:  # an integer does not fit the declared 32 bits
             self._compiled(given, wide=True)[grid](*given)
 
     def _compiled(self, given: tuple[Any, ...], *, wide: bool) -> CpuFunction:
-        kind = wide, *[one.dtype for one in given if isinstance(one, torch.Tensor)]
+        kind = wide, *[x.dtype for x in given if isinstance(x, torch.Tensor)]
         function = self._known.get(kind)
         if function is None:
             with self._lock:
@@ -87,7 +88,7 @@ class EmittedFunction:
         return function
 
     def _types(self, given: tuple[Any, ...], *, wide: bool) -> Types:
-        """Return the declared arguments with the types of those given."""
+        """Return the declared names with the types of the given arguments."""
         types: list[tuple[str, str]] = []
         for (name, declared), value in zip(self._source.signature, given, strict=True):
             type_ = declared
@@ -100,5 +101,5 @@ class EmittedFunction:
 
     def _function(self, types: Types) -> CpuFunction:
         source = replace(self._source, signature=types)
-        made = object_of(source, self._code, self._target, self._mode)
-        return CpuFunction(made, self._mode, self.traffic, Work.of(self._rendered, made.names))
+        built = object_of(source, self._code, self._target, self._mode)
+        return CpuFunction(built, self._mode, self.traffic, Work.of(self._rendered, built.names))

@@ -1,5 +1,5 @@
-"""Exponentials and logarithms of fp32, right to about one rounding; NaN, infinities and denormals
-as IEEE 754 has them."""
+"""Exponentials and logarithms in fp32, accurate to about one rounding. NaN, infinities and
+denormals are handled as in IEEE 754."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ _EXP2 = (
     *(1.0, 0.6931472028550824, 0.2402264791362645, 0.05550332471099986, 0.00961843735783418),
     *(0.0013398874422299, 0.0001535336188461054),
 )
-"""2**x on [-1/2, 1/2], smallest relative error (2e-9) with a constant term of 1."""
+"""2**x on [-1/2, 1/2]: smallest relative error (2e-9) with a constant term of 1."""
 _EXP = (
     *(1.0, 1.000000032179329, 0.4999999420639233, 0.16666431192119532, 0.04166800244617292),
     *(0.008374161459217235, 0.0013843646355328242),
 )
-"""e**x where 2**x is between 0.7 and 1.42, likewise."""
+"""e**x on the x for which e**x is between 0.7 and 1.42, likewise."""
 
 
 def fused(code: Code, a: str, b: str, c: str, *, lane: Lane, type_: str = "float") -> str:
-    """Return a * b + c, with one rounding where the processor can."""
-    name = "fma" if code.target.fma else "fmuladd"  # fma would be a call per element without one
+    """Return a * b + c, rounded once if the processor has fma."""
+    name = "fma" if code.target.fma else "fmuladd"  # without fma it would call a function
     return code.intrinsic(name, type_, lane, a, b, c)
 
 
 def _nearest(code: Code, x: str, lane: Lane) -> str:
-    """Return the nearest integer, as a float, of a number below 2**22 in size."""
+    """Round a number below 2**22 in magnitude to the nearest integer, as a float."""
     if code.target.rounds:
         return code.intrinsic("rint", "float", lane, x)
     vector, magic = typed("float", lane), code.number("float", 1.5 * 2.0**23, lane)
@@ -35,7 +35,7 @@ def _nearest(code: Code, x: str, lane: Lane) -> str:
 
 
 def _clamped(code: Code, x: str, low: float, high: float, lane: Lane) -> str:
-    """Return x within two bounds; NaN stays NaN."""
+    """Clamp x to two bounds; NaN stays NaN."""
     vector = typed("float", lane)
     for order, bound in (("ogt", low), ("olt", high)):
         limit = code.number("float", bound, lane)
@@ -52,7 +52,7 @@ def _polynomial(code: Code, coefficients: Sequence[float], x: str, lane: Lane) -
 
 
 def _scaled(code: Code, value: str, n: str, lane: Lane) -> str:
-    """Return value * 2**n for an integer n, a float between -160 and 160."""
+    """Return value * 2**n for an integer n, given as a float between -160 and 160."""
     if lane and lane[1] == 16 and code.target.scalef:
         vector = "<16 x float>"
         name = "@llvm.x86.avx512.mask.scalef.ps.512"
@@ -62,9 +62,9 @@ def _scaled(code: Code, value: str, n: str, lane: Lane) -> str:
         given = f"{vector} {value}, {vector} {n}, {vector} {value}, i16 -1, i32 4"
         return code.emit(f"call {vector} {name}({given})")
     single, whole = typed("float", lane), typed("i32", lane)
-    # NaN has no integer: frozen, it is some number, and NaN times that is NaN.
+    # fptosi of NaN is undefined: freeze makes it an arbitrary number, and NaN times that is NaN.
     i = code.emit(f"freeze {whole} {code.emit(f'fptosi {single} {n} to {whole}')}")
-    # In two factors, since neither 2**-149 nor 2**128 is a normal number.
+    # Two factors, since neither 2**-149 nor 2**128 is a normal number.
     half = code.emit(f"ashr {whole} {i}, {code.number('i32', 1, lane)}")
     for part in (half, code.emit(f"sub {whole} {i}, {half}")):
         power = code.emit(f"add {whole} {part}, {code.number('i32', 127, lane)}")
@@ -75,7 +75,7 @@ def _scaled(code: Code, value: str, n: str, lane: Lane) -> str:
 
 
 def exp2(code: Code, x: str, lane: Lane) -> str:
-    """Write 2**x: an integer, and a polynomial of degree 6 for the rest (relative error 2e-9)."""
+    """Write 2**x: the integer part, and a polynomial of degree 6 for the rest."""
     x = _clamped(code, x, -160.0, 160.0, lane)
     n = _nearest(code, x, lane)
     rest = code.emit(f"fsub {typed('float', lane)} {x}, {n}")
@@ -83,7 +83,7 @@ def exp2(code: Code, x: str, lane: Lane) -> str:
 
 
 def exp(code: Code, x: str, lane: Lane) -> str:
-    """Write e**x: as 2**x, with ln(2) in two parts so that the rest is exact to fp32."""
+    """Write e**x as a power of 2; ln(2) is split in two so that the rest is exact in fp32."""
     x = _clamped(code, x, -110.0, 100.0, lane)
     vector = typed("float", lane)
     n = code.emit(f"fmul {vector} {x}, {code.number('float', math.log2(math.e), lane)}")
@@ -95,9 +95,10 @@ def exp(code: Code, x: str, lane: Lane) -> str:
 
 
 def _log(code: Code, x: str, lane: Lane, of_two: float, of_e: float) -> str:
-    """Return n * of_two + log(m) * of_e, where x = m * 2**n and m lies between 0.7 and 1.42.
+    """Return n * of_two + log(m) * of_e for x = m * 2**n, with m between 0.7 and 1.42.
 
-    log(m) is the series of 2 * artanh(s), s = (m - 1) / (m + 1), whose relative error is 2e-9.
+    log(m) is computed by the series of 2 * artanh(s), s = (m - 1) / (m + 1), to a relative error of
+    2e-9.
     """
     single, whole = typed("float", lane), typed("i32", lane)
     number = code.number

@@ -1,4 +1,4 @@
-"""A compiled kernel as a function, `function[grid](*arguments)`, as emitted launches call it."""
+"""Launch a compiled kernel as `function[grid](*arguments)`, as emitted launches do."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ _LAUNCH = ctypes.CFUNCTYPE(
 
 _THREAD = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _SHARED = struct.Struct("=8q").pack
-"""Packs what the threads of a launch share; see `jit.driver`."""
+"""Packs the words that the threads of a launch share; see `jit.driver`."""
 _CHUNKS = struct.Struct("=2q").pack
-"""Packs what follows the arguments of a kernel that adds to copies."""
+"""Packs the words after the arguments of a kernel that adds to copies."""
 _TYPES = {
     **{torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"},
     **{torch.float64: "fp64", torch.int64: "i64", torch.int32: "i32", torch.int16: "i16"},
@@ -47,7 +47,7 @@ _TYPES = {
 
 
 class CpuFunction:
-    """Machine code of one kernel, launched as `function[grid](*arguments)`."""
+    """The machine code of a kernel, launched as `function[grid](*arguments)`."""
 
     def __init__(
         self,
@@ -56,17 +56,17 @@ class CpuFunction:
         traffic: Traffic | None = None,
         work: Work | None = None,
     ) -> None:
-        """`work` tells small launches, which take one thread; without it none is small."""
+        """`work` identifies small launches, which run on one thread; without it none is small."""
         self.made = made
         self.traffic = traffic or Traffic()
-        """Bytes that launches of a counting build have moved."""
+        """Bytes that the launches of a counting build have moved."""
         self._mode = mode
         self._work = work
         self._linked = Linked(made.binary)
         self._launch = _LAUNCH(self._linked.launch)
         self._thread = _THREAD(self._linked.work)
-        self._pack = struct.Struct("=" + "".join(_CODES[one] for one in made.arguments)).pack
-        # Threads write to their own pages; 64 bytes more keep them off each other's cache sets.
+        self._pack = struct.Struct("=" + "".join(_CODES[type_] for type_ in made.arguments)).pack
+        # Whole pages for each thread, plus 64 bytes so that threads use different cache sets.
         self._stride = (made.scratch_bytes + 4095) // 4096 * 4096 + 64
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
@@ -88,7 +88,7 @@ class CpuFunction:
         return launch
 
     def run(self, grid: int, values: list[Any], device: torch.device) -> None:
-        """Launch with numbers and addresses, of a kernel whose results overlap nothing."""
+        """Launch with numbers and addresses a kernel whose results overlap no other argument."""
         if grid:
             self._start((grid, 1, 1), values, None)
 
@@ -122,7 +122,7 @@ class CpuFunction:
             copies.table[i, 0] = extra.data_ptr()
         words = self._pack(*values) + _CHUNKS(copies.chunks, copies.table.ctypes.data)
         threads = min(self._threads(gx * gy * gz, values), copies.chunks)
-        self._run(grid, words, threads, None)  # the table has `extra`
+        self._run(grid, words, threads, None)  # `extra` is in the table
         copies.add()
         for i, extra in enumerate(extras if self._mode == "bounds" else extras[:1]):
             moved = dict(zip(private, copies.addresses(i), strict=True))
@@ -135,17 +135,17 @@ class CpuFunction:
         return usable_threads(programs)
 
     def _extras(self, copies: Copies, owners: list[torch.Tensor | None]) -> list[torch.Tensor]:
-        """Return the words of each chunk for a checking or a counting build."""
+        """Return the words of each chunk for a checking or counting build."""
         if self._mode == "count":
             return [self._words(owners)] * copies.chunks
         spans = (zip(copies.addresses(i), copies.sizes, strict=True) for i in range(copies.chunks))
-        moved = (dict(zip(self.made.private, one, strict=True)) for one in spans)
-        return [self._words(owners, one) for one in moved]
+        moved = (dict(zip(self.made.private, span, strict=True)) for span in spans)
+        return [self._words(owners, replaced) for replaced in moved]
 
     def _words(
         self, owners: list[torch.Tensor | None], moved: Mapping[int, tuple[int, int]] = NOT_MOVED
     ) -> torch.Tensor:
-        """Return the words that a checking or counting kernel works with."""
+        """Return the words that a checking or counting kernel reads and writes."""
         if self._mode == "bounds":
             return bounds_words(owners, moved)
         return torch.zeros(2 * len(owners) + 2, dtype=torch.int64)
@@ -156,16 +156,16 @@ class CpuFunction:
         owners: list[torch.Tensor | None],
         moved: Mapping[int, int] = NOT_MOVED,
     ) -> None:
-        """Read what a checking or counting launch left. Raises WrongResult."""
+        """Read the results of a checking or counting launch. Raises WrongResult."""
         if self._mode == "count":
             self.traffic.add(self.made.names, extra)
         elif error := finding(extra, self.made.name, self.made.names, owners, moved):
             raise WrongResult(error)
 
     def _refuse_overlaps(self, owners: list[torch.Tensor | None]) -> None:
-        """Raise Unsupported if memory that the kernel writes is also given as another argument: the
-        machine code relies on that it is not."""
-        spans = [(0, 0) if one is None else _extent(one) for one in owners]
+        """Raise Unsupported if an argument that the kernel writes shares memory with another
+        argument: the machine code assumes that it does not."""
+        spans = [(0, 0) if owner is None else _extent(owner) for owner in owners]
         for i in self.made.stored:
             first, end = spans[i]
             for j, (other_first, other_end) in enumerate(spans):
@@ -188,39 +188,39 @@ def triton_type(tensor: torch.Tensor) -> str:
 
 
 def flat(given: tuple[Any, ...]) -> tuple[list[Any], list[torch.Tensor | None]]:
-    """Return arguments as numbers, and the tensor that each is an address of.
+    """Return arguments as numbers, and for each the tensor whose address it is, or None.
 
-    A tensor descriptor becomes the arguments that Triton expands it to.
+    A tensor descriptor becomes the arguments to which Triton expands it.
     """
     values: list[Any] = []
     owners: list[torch.Tensor | None] = []
-    for one in given:
-        if isinstance(one, torch.Tensor):
-            values.append(one.data_ptr())
-            owners.append(one)
-        elif hasattr(one, "block_shape"):
-            parts = _described(one)
+    for argument in given:
+        if isinstance(argument, torch.Tensor):
+            values.append(argument.data_ptr())
+            owners.append(argument)
+        elif hasattr(argument, "block_shape"):
+            parts = _described(argument)
             values += parts
-            owners += [one.base, *[None] * (len(parts) - 1)]
+            owners += [argument.base, *[None] * (len(parts) - 1)]
         else:
-            values.append(one)
+            values.append(argument)
             owners.append(None)
     return values, owners
 
 
-def _described(one: Any) -> list[int]:
-    sizes, strides = [*one.shape], [*one.strides]
-    flags = [one.padding != "zero"]
-    if hasattr(one, "round_f32_to_tf32"):  # since Triton 3.7
-        flags.append(bool(one.round_f32_to_tf32))
-    return [one.base.data_ptr(), *sizes, *strides, *flags, *sizes, *strides]
+def _described(descriptor: Any) -> list[int]:
+    sizes, strides = [*descriptor.shape], [*descriptor.strides]
+    flags = [descriptor.padding != "zero"]
+    if hasattr(descriptor, "round_f32_to_tf32"):  # since Triton 3.7
+        flags.append(bool(descriptor.round_f32_to_tf32))
+    return [descriptor.base.data_ptr(), *sizes, *strides, *flags, *sizes, *strides]
 
 
 def names_of(signature: Sequence[tuple[str, str]], arguments: Sequence[str]) -> tuple[str, ...]:
-    """Return the name of each argument of the compiled function; `signature` has descriptors as one
-    argument each."""
+    """Return the name of each argument of the compiled function. In `signature` a descriptor is a
+    single argument."""
     described = sum(type_.startswith("tensordesc") for _, type_ in signature)
-    # Descriptors have the same number of parts, which depends on the version of Triton.
+    # All descriptors have the same number of parts, which depends on Triton's version.
     parts = (len(arguments) - len(signature) + described) // max(described, 1)
     names: list[str] = []
     for name, type_ in signature:
@@ -229,13 +229,13 @@ def names_of(signature: Sequence[tuple[str, str]], arguments: Sequence[str]) -> 
 
 
 def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return True if two tensors share an element of memory."""
+    """Check whether two tensors share an element of memory."""
     first, second = _extent(one), _extent(other)
     if first[0] >= second[1] or second[0] >= first[1]:
         return False
     if one.data_ptr() == other.data_ptr() or one.dtype != other.dtype:
         return True
-    # Slices of one tensor may interleave without sharing an element: mark and look.
+    # Interleaved slices may share no element: mark those of one tensor, look at those of the other.
     low = min(first[0], second[0])
     size = one.element_size()
     marks = torch.zeros((max(first[1], second[1]) - low) // size, dtype=torch.bool)

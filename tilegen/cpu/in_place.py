@@ -1,6 +1,6 @@
-"""Products that are added to memory: their start is loaded from where their result is stored.
+"""Products that are added to memory: the addend is loaded from the place of the result.
 
-A microkernel then reads and writes memory itself, and nothing is copied to scratch memory and back.
+The microkernel then reads and writes that memory itself, without a copy in scratch memory.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ _MEMORY = ("tt.load", "tt.store", "tt.atomic_rmw")
 
 
 def product_in_memory(load: Op, address: Address) -> Value | None:
-    """Return the product that adds to what a load reads and is stored there; None where there is
-    none, or where another access to memory could come between.
+    """Return the product that adds to a loaded tile and is stored in its place.
 
-    The load, the product and the store follow each other in one block, without masks. Rows are
-    dense, and do not overlap.
+    The load, the product and the store must follow each other in one block, without masks, and rows
+    must be dense and not overlap. Returns None otherwise, or if another access to memory could come
+    between.
     """
     start = load.result
     if len(load.operands) > 1 or len(start.users) != 1 or start.type.elem != "f32":

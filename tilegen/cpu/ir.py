@@ -1,4 +1,4 @@
-"""Text of LLVM IR: a module, and a function under construction.
+"""Write the text of LLVM IR: a module, and a function under construction.
 
 Values are texts such as `%t12` or `0`. A lane is None for a scalar, or (axis, width) for a vector
 of `width` elements along an axis of a tile.
@@ -21,7 +21,7 @@ REGISTER = {
     **{name: name for name in ("i1", "i8", "i16", "i32", "i64", "ptr")},
     **{"f32": "float", "bf16": "float", "f16": "float", "f64": "double", "index": "i64"},
 }
-"""Types in registers: bf16 and fp16 are computed with as fp32, and rounded after each operation."""
+"""Types in registers: bf16 and fp16 are held as fp32, and rounded after each operation."""
 MEMORY = REGISTER | {"bf16": "i16", "f16": "i16", "i1": "i8"}
 BYTES = {
     **{"i1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "index": 8, "ptr": 8},
@@ -31,19 +31,19 @@ FLOATS = ("f32", "bf16", "f16", "f64")
 
 
 def bits(value: float, elem: str = "f32") -> str:
-    """Return a float constant as LLVM writes it: the bits of the double of that value."""
-    if elem != "f64":  # LLVM takes only doubles that fp32 holds exactly
+    """Return a float constant as LLVM writes it: the bits of the value as a double."""
+    if elem != "f64":  # as an fp32 constant LLVM accepts only doubles that fp32 holds exactly
         value = ctypes.c_float(value).value
     return "0x" + struct.pack(">d", value).hex().upper()
 
 
 def typed(type_: str, lane: Lane) -> str:
-    """Return an LLVM type, or a vector of it."""
+    """Return an LLVM type, or a vector type of it."""
     return f"<{lane[1]} x {type_}>" if lane else type_
 
 
 class Module:
-    """An LLVM module: declarations and functions; functions are shared by their keys."""
+    """An LLVM module: declarations, and functions that are shared by key."""
 
     def __init__(self, target: Target) -> None:
         self.target = target
@@ -52,18 +52,18 @@ class Module:
         self._names: dict[Any, str] = {}
 
     def declare(self, text: str) -> None:
-        """Declare an external function, once."""
+        """Declare an external function; repeated declarations are dropped."""
         self._declared[text] = None
 
     def shared(self, key: tuple[Any, ...], name: str) -> tuple[str, bool]:
-        """Return the name of the function of a key, and whether the key is new."""
+        """Return the name of the function with a key, and whether the key is new."""
         new = key not in self._names
         if new:
             self._names[key] = f"@{name}_{len(self._names)}"
         return self._names[key], new
 
     def text(self) -> str:
-        """Return the module."""
+        """Return the text of the module."""
         width = 32 * self.target.lanes
         attributes = [f'"target-cpu"="{self.target.cpu}"', "nounwind"]
         if self.target.features:
@@ -82,14 +82,14 @@ class Module:
 
 
 class Code:
-    """The body of one function, written line by line."""
+    """The body of a function, written line by line."""
 
     def __init__(self, module: Module) -> None:
         self.module = module
         self.target = module.target
         self.lines: list[str] = []
         self.memo: dict[Any, str] = {}
-        """Values of tiles at places of the loop nest that is being written."""
+        """Values of tiles, by place, in the loop nest that is being written."""
         self._entry: list[str] = []
         self._count = 0
         self._scratch = 0
@@ -116,21 +116,21 @@ class Code:
         self.lines.append(f"{name}:")
 
     def labels(self, *names: str) -> tuple[str, ...]:
-        """Return new labels that begin with given names."""
+        """Return new labels that begin with the given names."""
         self._count += 1
         return tuple(f"{name}{self._count}" for name in names)
 
     def slot(self, type_: str, count: int = 1, align: int = 64) -> str:
-        """Return the address of a variable on the stack, which LLVM turns into registers."""
+        """Return the address of a new variable on the stack, which LLVM turns into registers."""
         name = self._name()
         self._entry.append(f"  {name} = alloca {type_}, i64 {count}, align {align}")
         return name
 
     def body(self) -> str:
-        """Return the function's body."""
+        """Return the text of the function's body."""
         return "\n".join(["entry:", *self._entry, *self.lines])
 
-    # ---- scratch memory of a thread, handed out like a stack
+    # ---- scratch memory of a thread, allocated like a stack
 
     @property
     def scratch_bytes(self) -> int:
@@ -138,7 +138,7 @@ class Code:
         return self._most_scratch
 
     def scratch(self, size: int) -> str:
-        """Return the address of scratch memory, aligned to 64 bytes."""
+        """Allocate scratch memory and return its address, aligned to 64 bytes."""
         name = self._name()
         self._entry.append(f"  {name} = getelementptr i8, ptr %scratch, i64 {self._scratch}")
         self._scratch += (size + 63) // 64 * 64
@@ -147,7 +147,7 @@ class Code:
 
     @contextlib.contextmanager
     def released_scratch(self) -> Generator[None]:
-        """Give back, at the end, the scratch memory that was taken inside."""
+        """Release, at the end, the scratch memory allocated inside."""
         top = self._scratch
         yield
         self._scratch = top
@@ -176,7 +176,7 @@ class Code:
 
     @contextlib.contextmanager
     def own_memo(self) -> Generator[None]:
-        """Forget the values computed so far inside, and those computed inside at the end."""
+        """Start with an empty memo inside, and restore the old memo at the end."""
         memo, self.memo = self.memo, {}
         yield
         self.memo = memo
@@ -195,13 +195,13 @@ class Code:
         return self.emit(f"shufflevector {vector} {first}, {vector} poison, {zeros}")
 
     def number(self, type_: str, value: int | float, lane: Lane) -> str:
-        """Return a constant, in all lanes."""
+        """Return a constant in all lanes."""
         if isinstance(value, float):
             return self.splat(type_, bits(value, "f64" if type_ == "double" else "f32"), lane)
         return self.splat(type_, str(value), lane)
 
     def plus(self, index: Index, more: Index) -> Index:
-        """Return a sum of indices, folded where both are known."""
+        """Return the sum of indices, folded if both are constant."""
         if isinstance(index, int) and isinstance(more, int):
             return index + more
         if more == 0:
@@ -211,20 +211,20 @@ class Code:
         return self.emit(f"add nsw i64 {index}, {more}")
 
     def times(self, index: Index, by: int) -> Index:
-        """Return an index times a constant."""
+        """Return the product of an index and a constant."""
         if isinstance(index, int):
             return index * by
         return index if by == 1 else self.emit(f"mul nsw i64 {index}, {by}")
 
     def flat(self, idx: tuple[Index, ...], sizes: tuple[int, ...]) -> Index:
-        """Return the place of an element counted row by row; `sizes` are those of a row's axes."""
+        """Return the row-major offset of an element; `sizes` are the sizes of the axes."""
         linear: Index = 0
         for i, size in zip(idx, sizes, strict=True):
             linear = self.plus(self.times(linear, size), i)
         return linear
 
     def unflat(self, linear: Index, shape: tuple[int, ...]) -> tuple[Index, ...]:
-        """Return the index of an element of a tile that is counted row by row."""
+        """Return the index of the element at a row-major offset."""
         index: list[Index] = []
         for size in reversed(shape):
             if size == 1:
@@ -238,7 +238,7 @@ class Code:
         return tuple(reversed(index))
 
     def joined(self, type_: str, pieces: list[str], width: int) -> str:
-        """Return one vector of pieces of `width` elements, side by side."""
+        """Concatenate pieces of `width` elements into a vector."""
         if width == 1 and len(pieces) > 1:
             vector, value = typed(type_, (0, len(pieces))), "poison"
             for i, piece in enumerate(pieces):
@@ -254,7 +254,7 @@ class Code:
         return pieces[0]
 
     def shuffle(self, vector: str, a: str, b: str, order: Any) -> str:
-        """Return elements of two vectors, by their places in both."""
+        """Return elements of two vectors, selected by their positions in the concatenation."""
         places = ", ".join(f"i32 {i}" for i in order)
         count = places.count("i32")
         return self.emit(f"shufflevector {vector} {a}, {vector} {b}, <{count} x i32> <{places}>")
@@ -264,13 +264,13 @@ class Code:
         return self.emit(f"extractelement {typed(type_, lane)} {vector}, i32 {i}")
 
     def gep(self, type_: str, pointer: str, offset: Index) -> str:
-        """Return an address, `offset` elements after another one."""
+        """Return the address `offset` elements after a pointer."""
         if offset == 0:
             return pointer
         return self.emit(f"getelementptr {type_}, ptr {pointer}, i64 {offset}")
 
     def intrinsic(self, name: str, type_: str, lane: Lane, *values: str) -> str:
-        """Return the result of an intrinsic whose operands have its result's type."""
+        """Call an intrinsic whose operands have the type of the result."""
         vector = typed(type_, lane)
         short = {"float": "f32", "double": "f64"}.get(type_, type_)
         full = f"llvm.{name}.{f'v{lane[1]}' if lane else ''}{short}"
@@ -279,6 +279,6 @@ class Code:
         return self.emit(f"call {vector} @{full}({given})")
 
     def select(self, test: str, yes: str, no: str, type_: str, lane: Lane) -> str:
-        """Return `yes` where a test holds, else `no`."""
+        """Return `yes` where a test is true, else `no`."""
         vector = typed(type_, lane)
         return self.emit(f"select {typed('i1', lane)} {test}, {vector} {yes}, {vector} {no}")

@@ -1,4 +1,4 @@
-"""From LLVM IR to machine code in this process: llvmlite compiles and links."""
+"""Compile LLVM IR to machine code and link it into this process, with llvmlite."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _PASSES = ("sroa", "instruction_combine", "simplify_cfg", "new_gvn", "dead_code_
 
 
 def object_of(lowered: Lowered, target: Target) -> bytes:
-    """Return the object file of a kernel. Raises BuildFailed where LLVM refuses the IR."""
+    """Compile a kernel to an object file. Raises BuildFailed if LLVM rejects the IR."""
     return bytes(_compiled(lowered, target, assembly=False))
 
 
 def assembly_of(lowered: Lowered, target: Target) -> str:
-    """Return the assembly of a kernel. Raises BuildFailed where LLVM refuses the IR."""
+    """Compile a kernel to assembly. Raises BuildFailed if LLVM rejects the IR."""
     return _compiled(lowered, target, assembly=True)
 
 
@@ -43,7 +43,7 @@ def _compiled(lowered: Lowered, target: Target, *, assembly: bool) -> Any:
         reloc="pic",
         codemodel="small",
     )
-    # The IR is vectorised and unrolled already: these passes give the same speed as LLVM's O2,
+    # The IR is already vectorised and unrolled: these passes give the same speed as LLVM's O2,
     # which takes four times as long.
     manager = llvm.create_new_module_pass_manager()
     for name in _PASSES:
@@ -54,10 +54,10 @@ def _compiled(lowered: Lowered, target: Target, *, assembly: bool) -> Any:
 
 
 class Linked:
-    """Machine code that is linked into this process."""
+    """Machine code linked into this process."""
 
     def __init__(self, binary: bytes) -> None:
-        """Raises BuildFailed where a symbol is missing."""
+        """Raise BuildFailed if a symbol is missing."""
         import llvmlite.binding as llvm
 
         _initialise()
@@ -73,7 +73,7 @@ class Linked:
             self.launch: int = self._library["launch"]
             """Address of the function that runs a grid; see `driver`."""
             self.work: int = self._library["work"]
-            """Address of the function that a thread of a grid runs."""
+            """Address of the function that each thread of a grid runs."""
 
 
 @cache
@@ -86,7 +86,7 @@ def _initialise() -> None:
 
 
 def initialise_all() -> None:
-    """Make the processors known that this machine is not, to compile for them."""
+    """Initialise LLVM for all processors, to compile for others than this machine's."""
     import llvmlite.binding as llvm
 
     _initialise()
@@ -103,14 +103,14 @@ def _linker() -> Any:
 
 
 def driver(lowered: Lowered) -> str:
-    """Return the IR of `launch`, which runs the programs of a grid on some threads, and of `work`,
-    which each of them calls.
+    """Return the IR of `launch`, which runs the programs of a grid on threads, and of `work`, which
+    each thread runs.
 
     `launch(arguments, grid_x, grid_y, grid_z, threads, parallel, scratch, scratch_stride, extra)`:
-    arguments are words of 8 bytes; `parallel` is GOMP_parallel, not called for one thread; each
-    thread takes its part of `scratch`, and programs from one counter until none is left. Where the
-    kernel has private arguments, threads take chunks of programs instead; see `_in_chunks`.
-    `work(shared)` reads words of 8 bytes: counters, which begin as 0, and `fields`.
+    arguments are words of 8 bytes, and `parallel` is GOMP_parallel, not called for one thread. Each
+    thread uses its part of `scratch`, and takes programs from a shared counter until none is left.
+    If the kernel has private arguments, threads take chunks of programs: see `_in_chunks`.
+    `work(shared)` reads words of 8 bytes: counters, which start at 0, and `fields`.
     """
     reads, passed = [], []
     for i, type_ in enumerate(lowered.arguments):
@@ -134,7 +134,7 @@ def driver(lowered: Lowered) -> str:
         "define void @work(ptr %shared) #0 {",
         "entry:",
         *loads,
-        # Two counters: threads that came, and programs that were taken.
+        # Two counters: threads that have started, and programs that were taken.
         "  %thread = atomicrmw add ptr %shared, i32 1 monotonic",
         "  %taken = getelementptr i32, ptr %shared, i64 1",
         "  %thread64 = zext i32 %thread to i64",
@@ -167,7 +167,7 @@ def driver(lowered: Lowered) -> str:
 
 
 def _by_one(passed: list[str]) -> list[str]:
-    """Return the loop of a thread over programs, each of which it takes from the counter."""
+    """Return the loop in which a thread takes programs one by one from the counter."""
     return [
         "  br label %head",
         "head:",
@@ -181,10 +181,10 @@ def _by_one(passed: list[str]) -> list[str]:
 
 
 def _in_chunks(lowered: Lowered, passed: list[str]) -> list[str]:
-    """Return the loop of a thread over chunks of consecutive programs.
+    """Return the loop in which a thread takes chunks of consecutive programs.
 
-    Two words follow the arguments: the number of chunks, and the address of a table. Its row for
-    each chunk has `extra`, and for each private argument the address that replaces it, and the
+    Two words follow the arguments: the number of chunks, and the address of a table with a row for
+    each chunk. A row has `extra`, and for each private argument the address to use instead and the
     bytes to clear there.
     """
     given = list(passed)

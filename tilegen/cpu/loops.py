@@ -1,4 +1,4 @@
-"""Loops over tiles: everything that can share a loop is computed in one."""
+"""Write loops over tiles: tiles that can share a loop are computed in one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tilegen.cpu.mlir import Op
 from tilegen.cpu.tiles import Buffer, Node, Place
 
 UNROLLED = 4
-"""Vectors of a row that one iteration of a loop computes."""
+"""Vectors of a row computed by one iteration of a loop."""
 
 _START: dict[str, float | int | str] = {
     **{"arith.addf": -0.0, "arith.maxnumf": float("-inf"), "arith.minnumf": float("inf")},
@@ -25,12 +25,12 @@ _START: dict[str, float | int | str] = {
 
 @dataclass(eq=False)
 class Root:
-    """Something that a loop over a tile writes."""
+    """A result of a loop over a tile: a buffer, a reduction, a store or an addition."""
 
     kind: Literal["buffer", "reduce", "store", "add"]
     node: Node
     into: Any
-    """A Buffer; for a reduction to a scalar the address of a variable; an Address in memory."""
+    """A Buffer; the address of a variable for a reduction to a scalar; an Address in memory."""
     mask: Node | None = None
     axis: int = 0
     combine: Op | None = None
@@ -39,7 +39,7 @@ class Root:
 
 
 class Loops:
-    """Roots that wait for a loop of their shape, and the loops that are written for them."""
+    """Roots that wait for a loop of their shape, and the loops written for them."""
 
     def __init__(self, code: Code, access: Access) -> None:
         self.code = code
@@ -59,7 +59,7 @@ class Loops:
         return buffer
 
     def stored(self, node: Node, *, narrow: bool = False) -> Buffer:
-        """Return the buffer of a tile, which a loop to come writes where there is none."""
+        """Return the buffer of a tile; a tile without a buffer is stored by the next loop."""
         if isinstance(node, Buffer) and not (narrow and not node.narrow):
             return node
         buffer = self.buffer(node.elem, node.shape, narrow=narrow)
@@ -69,20 +69,21 @@ class Loops:
     # ---- roots
 
     def add(self, root: Root) -> None:
-        """Have a root computed in the loop to come; those before it, if they cannot share it,
-        earlier."""
+        """Compute a root in the next loop. If the waiting roots cannot share that loop, their loop
+        is written first."""
         read = [node for node in (root.node, root.mask) if node is not None]
         if root.kind in ("store", "add"):
             read.append(root.into)
         shape = root.node.shape
         if self._roots and (
-            self._roots[0].node.shape != shape or any(self._waits(one, True, set()) for one in read)
+            self._roots[0].node.shape != shape
+            or any(self._waits(tile, True, set()) for tile in read)
         ):
             self.flush()
         self._roots.append(root)
 
     def _waits(self, node: Node, same: bool, seen: set[tuple[int, bool]]) -> bool:
-        """Return True if a node reads what a waiting root writes, but at another place."""
+        """Check whether a node reads the result of a waiting root, but at another place."""
         if (id(node), same) in seen:
             return False
         seen.add((id(node), same))
@@ -92,7 +93,7 @@ class Loops:
         return any(self._waits(part, same and here, seen) for part, here in node.parts())
 
     def flush(self) -> None:
-        """Write one loop that computes all roots that wait."""
+        """Write one loop that computes all waiting roots."""
         roots, self._roots = self._roots, []
         if not roots:
             return
@@ -120,7 +121,7 @@ class Loops:
 
     @staticmethod
     def _along(root: Root, shape: tuple[int, ...]) -> bool:
-        """Return True for a reduction along the last axis."""
+        """Check whether a root is a reduction along the last axis."""
         return root.kind == "reduce" and root.axis == len(shape) - 1
 
     def _chunks(self, width: int, lanes: int, group: int) -> Iterator[tuple[int, Index]]:
@@ -177,7 +178,8 @@ class Loops:
         return self.code.number(REGISTER[elem], start, lane)  # type: ignore[arg-type]
 
     def _sums(self, root: Root, lane: Lane, group: int) -> list[str]:
-        """Return variables for a reduction along a row: several, since each waits for itself."""
+        """Return variables for a reduction along a row: several, to shorten chains of
+        dependencies."""
         vector = typed(REGISTER[root.node.elem], lane)
         slots = [self.code.slot(vector) for _ in range(group)]
         for slot in slots:
@@ -210,7 +212,7 @@ class Loops:
             code.do(f"store {type_} {value}, ptr {root.into}")
 
     def _fill(self, root: Root) -> None:
-        """Write the start of a reduction into its buffer."""
+        """Write the initial value of a reduction into its buffer."""
         buffer: Buffer = root.into
         count = 1
         for size in buffer.shape:
@@ -222,7 +224,7 @@ class Loops:
             flat.put(self.code, (i,), lane, self._start(root, lane))
 
     def counted(self, mask: Node) -> str:
-        """Return the number of places where a mask is true, an i64."""
+        """Count the places where a mask is true, as an i64."""
         code = self.code
         self.flush()
         slot = code.slot("i64", align=8)

@@ -1,8 +1,8 @@
-"""From TTIR to LLVM IR: the function that computes one program of a kernel's grid.
+"""Lower TTIR to LLVM IR: the function that computes one program of a kernel's grid.
 
-Scalars are written where they stand. Tiles become lazy nodes (`tiles`); a float that several
-operations read is stored in scratch memory. `loops` writes what waits to be stored, `products` the
-matrix products.
+Scalars are computed where they occur. Tiles become lazy nodes (`tiles`); a float that several
+operations read is stored in scratch memory. `loops` writes the loops that store tiles, `products`
+the matrix products.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ class Lowered:
     stored: tuple[int, ...]
     """Arguments through which the kernel writes."""
     private: tuple[int, ...]
-    """Arguments among these that the kernel only adds to: programs may be given copies of them."""
+    """Arguments in `stored` that the kernel only adds to: programs may be given copies of them."""
 
 
 def lower(
     function: Function, target: Target, access: type[Access] = Access, *, aliases: bool = False
 ) -> Lowered:
-    """Return a kernel as LLVM IR. Raises Unsupported, naming the operation and the kernel's line.
+    """Lower a kernel to LLVM IR. Raises Unsupported, naming the operation and the kernel's line.
 
-    With `aliases` arguments may share memory that the kernel writes.
+    With `aliases`, arguments may share memory that the kernel writes.
     """
     return _Lowering(function, target, access, aliases).lowered()
 
@@ -78,7 +78,7 @@ class _Lowering(ControlFlow):
         self._argument = pointers.argument
         self.stored_args = pointers.stored
         self.in_memory: set[Value] = set()
-        """Products that are in memory before the store that follows them."""
+        """Products that are added to memory, so that the following store does nothing."""
         if aliases:
             self.stored_args.add(None)
         else:
@@ -90,7 +90,7 @@ class _Lowering(ControlFlow):
         for i, block in enumerate(self.function.blocks):
             if i:
                 self.code.label(block.label.strip("^"))
-                self.products.packed.clear()  # those of the block before may not have been run
+                self.products.packed.clear()  # the block before may not have run
             self.ops(block)
         given = ", ".join(
             f"ptr noalias %a{i}" if type_ == "ptr" and not self.aliases else f"{type_} %a{i}"
@@ -120,7 +120,7 @@ class _Lowering(ControlFlow):
 
     def op(self, op: Op) -> None:
         handler = getattr(self, "_op_" + op.name.replace(".", "_"), None)
-        if op.name.endswith("barrier"):  # a program is one thread
+        if op.name.endswith("barrier"):  # a program runs on one thread
             return
         if handler is not None:
             handler(op)
@@ -225,14 +225,14 @@ class _Lowering(ControlFlow):
             self.env[op.result] = node
             return
         if self.stored_args and (arg is None or {arg, None} & self.stored_args):
-            # A store to the same tensor may come before the tile is read.
+            # A store to the same tensor may come before the operation that reads this tile.
             self.env[op.result] = self.loops.stored(node)
             self.loops.flush()
             return
         self._settle(op.result, node)
 
     def _tile(self, op: Op, operand: int) -> Node | None:
-        """Return an operand of a load or store as a tile, None where it has none."""
+        """Return an operand of a load or store as a tile; None if it is absent."""
         if operand >= len(op.operands):
             return None
         value = op.operands[operand]
@@ -266,7 +266,7 @@ class _Lowering(ControlFlow):
         if elem in ("bf16", "f16"):
             raise op.refused(f"an atomic addition of {elem}")
         if not isinstance(pointer, Address):
-            value, *mask = (self.env[one] for one in op.operands[1:])
+            value, *mask = (self.env[operand] for operand in op.operands[1:])
             self.access.scalar_add(
                 self.code, pointer, elem, value, mask[0] if mask else None, arg, op.line
             )
@@ -276,13 +276,13 @@ class _Lowering(ControlFlow):
         self.loops.add(Root("add", value, pointer, mask, line=op.line))
         self.loops.flush()
 
-    # ---- where tiles are stored
+    # ---- choice of the tiles to store
 
     def _settle(self, value: Value, node: Node) -> None:
-        """Leave a tile to the operation that reads it, or have it stored.
+        """Leave a tile to the operation that reads it, or store it in a buffer.
 
-        Integers and masks are never stored. A float is stored if it is read twice, or in a block
-        that may run often.
+        Integers and masks are never stored. A float is stored if it is read more than once, or in a
+        block that may run often.
         """
         self.env[value] = node
         users = _readers(value)
@@ -292,7 +292,7 @@ class _Lowering(ControlFlow):
         if near and len(users) == 1:
             return
         only_products = all(user.name == "tt.dot" for user in users)
-        if only_products and isinstance(node, Load):  # packed once for each form that is needed
+        if only_products and isinstance(node, Load):  # packed from memory, once for each form
             return
         narrow = only_products and node.elem == "bf16" and bool(self.code.target.pairs)
         self.env[value] = self.loops.stored(node, narrow=narrow)
@@ -328,7 +328,7 @@ class _Lowering(ControlFlow):
         self.env[op.result] = into
 
     def _start(self, op: Op, value: Value) -> tuple[Buffer, Init, str]:
-        """Return the buffer of a product, its initial value, and the factors of its rows."""
+        """Return the buffer of a product, how it starts, and the factors of its rows."""
         node = self.env[value]
         if isinstance(node, Constant) and node.text == bits(0.0):
             return self.loops.buffer("f32", node.shape), "zero", "null"
@@ -337,7 +337,7 @@ class _Lowering(ControlFlow):
                 before = node.op.operands[1 - i]
                 held = self.env[before]
                 if isinstance(held, Buffer) and held.shape == node.shape and factor.step(1) == 0:
-                    # The factors of rows first: they may be read from what waits.
+                    # Store the factors first: they may depend on roots that wait.
                     scale = self.loops.stored(_column(factor))
                     alone = before.users == [node.op] and value.users == [op]
                     into = self._reused(held, alone and before.block is op.block)
@@ -348,8 +348,8 @@ class _Lowering(ControlFlow):
         return self.loops.stored(node), "load", "null"
 
     def _reused(self, buffer: Buffer, alone: bool) -> Buffer:
-        """Return the buffer that a product adds to: that of its start if the product alone reads
-        it, in this iteration, else a copy."""
+        """Return the buffer that a product adds to: the buffer of its start if no one else reads
+        it in this iteration, else a copy."""
         if alone:
             return buffer
         copy = self.loops.buffer(buffer.elem, buffer.shape)
@@ -358,7 +358,7 @@ class _Lowering(ControlFlow):
 
 
 def _readers(value: Value) -> list[Op]:
-    """Return the operations that read a value, through views of it."""
+    """Return the operations that read a value, directly or through views."""
     readers: list[Op] = []
     for user in value.users:
         readers += _readers(user.result) if user.name in VIEWS else [user]
@@ -366,7 +366,7 @@ def _readers(value: Value) -> list[Op]:
 
 
 def _column(node: Node) -> Node:
-    """Return the values of a tile that are the same along each row, as a tile of one axis."""
+    """Return a tile that is constant along each row as a tile of one axis."""
     while isinstance(node, View) and node.axes.count(0) == 1:
         if len(node.of.shape) == 1 and node.axes == (0,):
             return node.of

@@ -1,7 +1,7 @@
-"""Reader of printed TTIR: one function as values, operations and blocks.
+"""Read printed TTIR: one function as values, operations and blocks.
 
-The text of Triton 3.6 to 3.9 reads the same. Operations that the reader does not know keep their
-text; a type that it does not know raises Unsupported.
+Triton 3.6 to 3.9 print the same syntax. Unknown operations keep their text; an unknown type raises
+Unsupported.
 """
 
 from __future__ import annotations
@@ -51,24 +51,24 @@ class Op:
     """The text after the last colon."""
     block: Block
     line: int = 0
-    """Line of the emitted file; 0 where Triton gives none."""
+    """Line of the emitted file; 0 if Triton gives none."""
     operands: list[Value] = field(default_factory=list)
     results: list[Value] = field(default_factory=list)
     regions: list[Block] = field(default_factory=list)
 
     @property
     def result(self) -> Value:
-        """The only result."""
+        """The result of an operation with one result."""
         (result,) = self.results
         return result
 
     def attribute(self, name: str) -> str:
-        """Return the text of an attribute, empty where there is none."""
+        """Return the text of an attribute; empty if there is none."""
         match = re.search(rf"\b{name} = ([^,}}>]+)", self.text)
         return match[1].split(":")[0].strip() if match else ""
 
     def refused(self, why: str) -> Unsupported:
-        """Return the error for an operation that the compiler does not know."""
+        """Return an error for an operation that the compiler does not support."""
         return Unsupported(f"line {self.line} of the kernel: {self.name}: {why}")
 
 
@@ -101,13 +101,13 @@ class Function:
 
 
 def parse(text: str, file: str = "") -> Function:
-    """Return the function of a printed module. `file` is the emitted file whose lines locations
-    name. Raises Unsupported."""
+    """Parse the function of a printed module. `file` is the emitted file, whose lines operations
+    get. Raises Unsupported."""
     return _Reader(text, file).function()
 
 
 def parse_type(text: str) -> Type:
-    """Return a type. Raises Unsupported."""
+    """Parse a type. Raises Unsupported."""
     text = text.strip()
     if match := re.fullmatch(r"tensor<((?:\d+x)*)(.*)>", text):
         inner = parse_type(match[2])
@@ -121,7 +121,7 @@ def parse_type(text: str) -> Type:
 
 
 def split(text: str) -> list[str]:
-    """Split at commas outside of brackets; outer parentheses are dropped."""
+    """Split at commas outside of brackets, dropping outer parentheses."""
     text = text.strip()
     if text.startswith("(") and text.endswith(")"):
         text = text[1:-1]
@@ -137,7 +137,7 @@ def split(text: str) -> list[str]:
 
 
 def _result_types(name: str, types: str, results: int) -> list[Type]:
-    """Return the types of an operation's results, which each operation prints in its own way."""
+    """Return the types of an operation's results. Each operation prints them in its own way."""
     if not results:
         return []
     if name in ("scf.for", "scf.if"):
@@ -263,8 +263,8 @@ class _Reader:
     def _for_head(self, op: Op, scope: dict[str, Value], inner: dict[str, Value]) -> None:
         """Read `%i = %first to %last step %step iter_args(%a = %start, ...) -> (types) : i32 {`.
 
-        Operands are the bounds, the step and the starts; the body's arguments are the counter and
-        one for each start.
+        Operands are the bounds, the step and the starts. Arguments of the body are the counter and
+        one value for each start.
         """
         names = re.findall(NAME, op.text)
         body = Block()
@@ -276,10 +276,10 @@ class _Reader:
             body.args.append(self._define(inner, name, scope[start].type, body, None))
 
     def _line_of(self, place: str) -> int:
-        """Return the line of the emitted file that a location names, directly or as a caller."""
+        """Return the line of the emitted file in a location, or in the locations of its callers."""
         if place in self._known:
             return self._known[place]
-        self._known[place] = 0  # locations do not refer to themselves; a text that did would end
+        self._known[place] = 0  # ends the recursion if a location refers to itself
         for file, line, name in self._parts(place):
             if name:
                 line = self._line_of(self._locations.get(name, ""))

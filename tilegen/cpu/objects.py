@@ -1,8 +1,8 @@
-"""Compiled kernels on disk, beside the emitted ones: a later process links them in milliseconds.
+"""Compiled kernels on disk, beside the emitted ones: later processes link them in milliseconds.
 
-A file is a line of JSON and an object file. The name has the target and the compiler: what another
-processor, another LLVM or another tilegen made is not read, and `tilegen cache prune` removes the
-latter two. Only files that nobody else can have written are linked.
+A file is a line of JSON followed by an object file. The file name includes target and compiler, so
+files for another processor or by another LLVM or tilegen are not read. `tilegen cache prune`
+removes the files of other compilers. Only files that no other user can have written are linked.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SUFFIX = ".o"
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledObject:
-    """The machine code of a kernel, and what a launch has to know of it."""
+    """The machine code of a kernel, with the facts that a launch needs."""
 
     binary: bytes
     name: str
@@ -40,14 +40,14 @@ class CompiledObject:
     stored: tuple[int, ...]
     """Arguments through which the kernel writes."""
     private: tuple[int, ...]
-    """Arguments that the kernel only adds to: launches give copies of them, see `copies`."""
+    """Arguments that the kernel only adds to; launches may pass copies of them, see `copies`."""
     seconds: float
-    """Time that compiling took [s]."""
+    """Compile time [s]."""
 
 
 @cache
 def compiler_digest() -> str:
-    """Return the digest of all that compiles: tilegen's modules, LLVM and Triton."""
+    """Return a digest of everything that compiles: tilegen's modules, LLVM and Triton."""
     digest = hashlib.sha256()
     for package in ("llvmlite", "triton"):
         with contextlib.suppress(PackageNotFoundError):
@@ -58,19 +58,19 @@ def compiler_digest() -> str:
 
 
 def path_of(digest: str, function: str, target: Target, mode: str) -> Path:
-    """Return the file of an object; `digest` covers the function's text and types."""
+    """Return the path of an object; `digest` covers the function's text and types."""
     processor = hashlib.sha256(target.key.encode()).hexdigest()[:8]
     parts = [function, target.name, processor, *([mode] if mode else []), compiler_digest()]
     return folder_of(digest) / (".".join(parts) + SUFFIX)
 
 
 def is_stale(path: Path) -> bool:
-    """Return True for an object that another compiler made, which nothing will read again."""
+    """Check whether an object was made by another compiler, so that nothing reads it again."""
     return path.name.endswith(SUFFIX) and path.name.split(".")[-2] != compiler_digest()
 
 
 def read(path: Path) -> CompiledObject | None:
-    """Return the object of a kernel; None if there is none, or none that may be linked."""
+    """Read the object of a kernel; None if there is none that may be linked."""
     try:
         data = read_private(path)
     except NotPrivate as doubt:
@@ -95,7 +95,7 @@ def read(path: Path) -> CompiledObject | None:
 
 
 def write(path: Path, made: CompiledObject) -> None:
-    """Keep an object where later processes may link it; a folder for reading only is no error."""
+    """Write an object for later processes to link; a read-only folder is not an error."""
     fields = {**asdict(made), "sha256": hashlib.sha256(made.binary).hexdigest()}
     fields.pop("binary")
     with contextlib.suppress(NotPrivate, Unsupported):

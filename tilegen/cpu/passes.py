@@ -1,4 +1,4 @@
-"""The passes of a problem as functions to time: calls of tilegen beside PyTorch's, on the CPU."""
+"""Make functions that time the passes of a problem on the CPU: tilegen's calls, and PyTorch's."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ DROPOUT = 0.1
 def passes_to_time(
     problem: AttentionProblem, peers: Mapping[str, Attention] | None = None
 ) -> dict[str, dict[str, Function]]:
-    """Make functions that compute `forward` and `backward`: whole calls of tilegen, then of peers.
+    """Make functions that compute `forward` and `backward`, by tilegen and by its peers.
 
-    `peers` defaults to SDPA, if SDPA has the problem's mask and no score changes.
+    `peers` defaults to SDPA if SDPA can compute the problem.
     """
     x = make_inputs(problem, device="cpu")
     problem = replace(problem, mask=problem.mask.realized(problem.shape, "cpu"))
@@ -35,7 +35,7 @@ def passes_to_time(
     if peers is None:
         try:
             peers = {"SDPA": sdpa(problem, "cpu")}
-        except TilegenError:  # SDPA changes no scores
+        except TilegenError:  # for example a score, which SDPA does not support
             peers = {}
     functions: dict[str, dict[str, Function]] = {"forward": {}, "backward": {}}
     for name, computed_by in {"tilegen": ours, **peers}.items():
@@ -53,7 +53,7 @@ def _passes(computed_by: Attention, x: Inputs) -> tuple[Function, Function]:
             return computed_by(x.q, x.k, x.v)
 
     def backward() -> object:
-        if not results:  # a forward that is not timed, the first time
+        if not results:  # the first call runs the forward too; it warms up and is not timed
             results.append(computed_by(*leaves))
         return torch.autograd.grad(results[0], leaves, x.dout, retain_graph=True)
 

@@ -1,4 +1,4 @@
-"""Addresses of a kernel: the argument of each, and the arguments that are written or added to."""
+"""Trace the addresses of a kernel to its arguments: which it writes, and which it only adds to."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ADDITIONS = ("fadd", "add")
 
 
 class Pointers:
-    """The arguments of a function, as its addresses are computed from them."""
+    """The arguments of a function from which its addresses derive."""
 
     def __init__(self, function: Function) -> None:
         self._places = {arg: i for i, arg in enumerate(function.args)}
@@ -21,7 +21,7 @@ class Pointers:
             self._find_stores(block)
 
     def argument(self, pointer: Value) -> int | None:
-        """Return the argument that an address is computed from, None where it is unknown."""
+        """Return the argument from which an address derives; None if it is unknown."""
         while pointer not in self._places:
             if pointer.op is None or pointer.op.name not in _ADDRESSES:
                 return None
@@ -29,7 +29,7 @@ class Pointers:
         return self._places[pointer]
 
     def only_added_to(self) -> frozenset[int]:
-        """Return the arguments that the kernel reaches by atomic additions and by nothing else."""
+        """Return the arguments that the kernel accesses by atomic additions only."""
         return frozenset(
             i
             for arg, i in self._places.items()
@@ -50,8 +50,8 @@ def kind_of(op: Op) -> str:
 
 
 def _is_added_to(address: Value, elem: str) -> bool:
-    """Return True if addresses that follow from this one serve atomic additions alone, of elements
-    of the tensor's own type."""
+    """Check whether all addresses that derive from an address are used only for atomic additions,
+    of elements of type `elem`."""
     for user in address.users:
         if user.operands.count(address) != 1 or user.operands[0] is not address:
             return False

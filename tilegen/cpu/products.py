@@ -1,10 +1,11 @@
-"""Matrix products: operands packed for a microkernel, microkernels shared by all loops of a kernel.
+"""Write matrix products: packed operands, and microkernels that all loops of a kernel share.
 
-The right operand is packed into panels: for each panel of columns, row by row. The left operand is
-read by broadcasts, so a transposed one costs nothing. A microkernel keeps rows x vectors
-accumulators in registers and adds up over the whole depth.
+The right operand is packed into panels: panel by panel of columns, row by row. The left operand is
+read by broadcasts, so transposing it is free. A microkernel keeps rows x vectors accumulators in
+registers and sums over the whole depth.
 
-With instructions for pairs of bf16, two rows of depth lie side by side in 32 bits, on both sides.
+With instructions for pairs of bf16, two rows of depth are interleaved in words of 32 bits, in both
+operands.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Left:
 
 
 def stripped(node: Node) -> tuple[Node, bool]:
-    """Return a tile without its transpositions, and whether they transpose it."""
+    """Return a tile without its transpositions, and whether their number is odd."""
     swapped = False
     while isinstance(node, View) and node.axes == (1, 0):
         node, swapped = node.of, not swapped
@@ -47,16 +48,16 @@ class Products:
         self.code = code
         self.loops = loops
         self.packed: dict[tuple[str, Value, bool], Left | str] = {}
-        """Operands that were packed where everything that follows can read them."""
+        """Packed operands that all following code can read."""
 
     def pairs(self, elem: str, depth: int) -> bool:
-        """Return True where a product goes by pairs."""
+        """Check whether a product multiplies pairs of bf16."""
         return bool(self.code.target.pairs) and elem == "bf16" and depth >= 2
 
     # ---- operands
 
     def left(self, value: Value, node: Node, pairs: bool) -> Left:
-        """Return a left operand (rows, depth), packed once."""
+        """Return a left operand (rows, depth), packing it the first time."""
         key = "left", value, pairs
         if key not in self.packed:
             inner, swapped = stripped(node)
@@ -77,7 +78,7 @@ class Products:
         return packed
 
     def right(self, value: Value, node: Node, pairs: bool) -> str:
-        """Return the panels of a right operand (depth, columns), packed once."""
+        """Return the panels of a right operand (depth, columns), packing it the first time."""
         key = "right", value, pairs
         if key not in self.packed:
             self.loops.flush()
@@ -92,7 +93,8 @@ class Products:
         return min(columns, self.code.target.lanes * self.code.target.vectors)
 
     def _panels(self, node: Node, swapped: bool, width: int, pairs: bool) -> str:
-        """Write a tile (depth, columns), or one that is `swapped`, in panels of `width` columns."""
+        """Write a tile (depth, columns) in panels of `width` columns; a `swapped` tile is
+        transposed."""
         code = self.code
         depth, columns = node.shape[::-1] if swapped else node.shape
         out = code.scratch(2 * depth * columns if pairs else 4 * depth * columns)
@@ -124,7 +126,7 @@ class Products:
         self.code.do(f"store {typed('float', (0, lanes))} {row}, ptr {place}, align 4")
 
     def _words(self, node: Node, row: Index, word: Index, lanes: int, pairs: bool) -> str:
-        """Return words along a row: fp32 elements, or pairs of bf16."""
+        """Return words along a row: fp32 elements or pairs of bf16."""
         code = self.code
         if not pairs:
             return node.at(code, (row, word), (1, lanes) if lanes > 1 else None)
@@ -134,7 +136,7 @@ class Products:
         return code.emit(f"bitcast <{2 * lanes} x i16> {halves} to {typed('float', (0, lanes))}")
 
     def _interleaved(self, node: Node, word: Index, column: Index, lanes: int, pairs: bool) -> str:
-        """Return words of neighbouring columns: fp32 elements, or pairs of two rows."""
+        """Return words of adjacent columns: fp32 elements, or pairs of two rows."""
         code = self.code
         lane = (1, lanes) if lanes > 1 else None
         if not pairs:
@@ -163,8 +165,11 @@ class Products:
         scale: str = "null",
         stride: int = 0,
     ) -> None:
-        """Write `into = init + left @ right`; `scale` points to a factor of each row of `into`,
-        whose rows are `stride` elements apart, or dense."""
+        """Write `into = init + left @ right`.
+
+        `scale` points to a factor for each row of `into`. Rows of `into` are `stride` elements
+        apart, or dense if it is 0.
+        """
         (m, depth), n = left[1].shape, right[1].shape[1]
         pairs = self.pairs(left[1].elem, depth)
         a = self.left(*left, pairs)
@@ -182,7 +187,7 @@ class Products:
     def add_to_memory(
         self, left: tuple[Value, Node], right: tuple[Value, Node], address: Address
     ) -> Buffer:
-        """Write `memory += left @ right`; return the tile as it lies there. Its rows are dense."""
+        """Write `memory += left @ right`, for dense rows; return the tile in memory as a buffer."""
         place = address.place(self.code, (0, 0), None)
         into = Buffer("f32", address.shape, place)
         self.product(left, right, into, "load", stride=address.step(0) or 0)
@@ -191,7 +196,7 @@ class Products:
 
 @dataclass
 class _Microkernels:
-    """The function of one shape of a product."""
+    """The function that computes products of one shape."""
 
     code: Code
     rows: int
@@ -201,7 +206,7 @@ class _Microkernels:
     init: Init
     pairs: bool
     stride: int
-    """Elements from one row of the result to the next."""
+    """Distance between rows of the result [elements]."""
 
     def text(self, name: str, width: int) -> str:
         code, target = self.code, self.code.target
@@ -230,7 +235,7 @@ class _Microkernels:
     def _function(self, name: str) -> str:
         code = self.code
         code.do("ret void")
-        arguments = ", ".join(f"ptr noalias %{one}" for one in ("a", "b", "c", "scale"))
+        arguments = ", ".join(f"ptr noalias %{name}" for name in ("a", "b", "c", "scale"))
         return f"define internal void {name}({arguments}) noinline #0 {{\n{code.body()}\n}}"
 
     def _block(
@@ -282,7 +287,7 @@ class _Microkernels:
             code.do(f"store {vector} {value}, ptr {places[place]}, align 4")
 
     def _added(self, so_far: str, left: str, right: str, lanes: int) -> str:
-        """Return so_far + left * right, by elements or by pairs."""
+        """Return so_far + left * right, of elements or of pairs."""
         code = self.code
         lane = (0, lanes) if lanes > 1 else None
         if not self.pairs:
@@ -291,7 +296,7 @@ class _Microkernels:
         if way == "emulated" or lanes != code.target.lanes:
             return self._emulated(so_far, left, right, lanes)
         both = f"<{2 * lanes} x bfloat>"
-        x, y = (code.emit(f"bitcast {single} {one} to {both}") for one in (left, right))
+        x, y = (code.emit(f"bitcast {single} {words} to {both}") for words in (left, right))
         if way == "x86":
             name = f"@llvm.x86.avx512bf16.dpbf16ps.{32 * lanes}"
         else:
@@ -305,7 +310,8 @@ class _Microkernels:
         lane = (0, lanes) if lanes > 1 else None
         whole = typed("i32", lane)
         words = [
-            code.emit(f"bitcast {typed('float', lane)} {one} to {whole}") for one in (left, right)
+            code.emit(f"bitcast {typed('float', lane)} {value} to {whole}")
+            for value in (left, right)
         ]
         for shift in (0, 16):
             parts: list[str] = []
@@ -318,8 +324,11 @@ class _Microkernels:
 
 
 def row_blocks(rows: int, most: int) -> list[tuple[int, int]]:
-    """Return block heights and how many there are of each: as many as possible of the tallest, and
-    blocks of 4 rather than a thin rest, which would leave the multipliers idle."""
+    """Return heights of row blocks with the number of blocks of each.
+
+    As many blocks as possible have the height `most`. Blocks of 4 rows replace a thin rest, which
+    would leave the multipliers idle.
+    """
     for tall in range(rows // most, -1, -1):
         rest = rows - tall * most
         low = min(4, most)
@@ -330,7 +339,7 @@ def row_blocks(rows: int, most: int) -> list[tuple[int, int]]:
 
 
 def transposed(code: Code, rows: list[str]) -> list[str]:
-    """Transpose a square of fp32: interleave rows that are half a square apart, log2 times."""
+    """Transpose a square of fp32 by interleaving rows half a square apart, log2(size) times."""
     size = len(rows)
     vector = typed("float", (0, size))
     halves = range(size // 2), range(size // 2, size)

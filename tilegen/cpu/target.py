@@ -1,4 +1,4 @@
-"""Processors that kernels are compiled for."""
+"""Processors for which kernels are compiled."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class Target:
     scalef: bool = False
     """True: vscalefps multiplies by a power of two."""
     amx: bool = False
-    """True: products of bf16 go by AMX where they are whole tiles."""
+    """True: products of bf16 use AMX if they divide into whole tiles."""
     level: int = 2
-    """LLVM's level of code generation. At 0 compiling takes half the time and kernels are slower,
-    for tests of results."""
+    """LLVM's level of code generation. Level 0, for tests of results, halves the compile time and
+    gives slower kernels."""
 
     @property
     def key(self) -> str:
-        """A text that names everything that the machine code depends on."""
+        """A text that contains everything that the machine code depends on."""
         return f"{self.name} {self.triple} {self.cpu} {self.features} O{self.level}"
 
 
@@ -84,7 +84,7 @@ AMX = Target(
     scalef=True,
     amx=True,
 )
-"""Compiled in tests only: nobody has run it."""
+"""Compiled in tests only: no machine has run it."""
 AVX2 = Target(name="avx2", cpu="haswell", lanes=8)
 SSE2 = Target(name="sse2", cpu="x86-64", lanes=4, rows=4, fma=False, rounds=False, halves=False)
 NEON = Target(name="neon", triple=ARM_TRIPLE, cpu="neoverse-n1", lanes=4, rows=4, vectors=4)
@@ -97,12 +97,14 @@ NEON_BF16 = Target(
     vectors=4,
     pairs="arm",
 )
-TARGETS = {one.name: one for one in (AMX, AVX512_BF16, AVX512, AVX2, SSE2, NEON, NEON_BF16)}
+TARGETS = {
+    target.name: target for target in (AMX, AVX512_BF16, AVX512, AVX2, SSE2, NEON, NEON_BF16)
+}
 
 
 @cache
 def host() -> Target:
-    """Return this machine's processor, as LLVM detects it at run time."""
+    """Return this machine's processor, as LLVM detects it."""
     import llvmlite.binding as llvm
 
     triple = llvm.get_process_triple()
@@ -121,13 +123,13 @@ def host() -> Target:
         "cpu": llvm.get_host_cpu_name(),
         "features": features.flatten(),
     }
-    if base is SSE2:  # what an old processor has beyond SSE2 must not change the layout of vectors
+    if base is SSE2:  # further features of an old processor must not change the layout of vectors
         values |= {"cpu": "x86-64", "features": ""}
     return Target(**values)
 
 
 def processor() -> str:
-    """Return the processor's name, as the system tells it."""
+    """Return the name of this machine's processor, as the system reports it."""
     info = Path("/proc/cpuinfo")
     if info.is_file():
         for line in info.read_text(encoding="utf-8", errors="replace").splitlines():

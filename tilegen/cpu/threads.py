@@ -1,8 +1,8 @@
-"""Threads that run a grid, and the scratch memory that they work in.
+"""Threads that run a grid, and their scratch memory.
 
-Threads are those of the OpenMP library that PyTorch has loaded, so that `torch.set_num_threads`
-holds here too and no second pool competes with PyTorch's. Where that library has no GOMP_parallel,
-a pool of Python threads serves: machine code runs without the interpreter's lock.
+The threads are those of the OpenMP library that PyTorch has loaded. So `torch.set_num_threads`
+applies here too, and no second pool competes with PyTorch's. If that library has no GOMP_parallel,
+a pool of Python threads is used, since machine code runs without the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import numpy as np
 import torch
 
 _LINE = 64
-"""Bytes to which scratch memory is aligned."""
+"""Alignment of scratch memory [bytes]."""
 _forked = False
-"""True in a child of a process that had OpenMP threads, which the child has not."""
+"""True in a forked child, which has not inherited the OpenMP threads of its parent."""
 
 
 def _note_fork() -> None:
@@ -35,20 +35,19 @@ os.register_at_fork(after_in_child=_note_fork)
 
 
 def usable_threads(programs: int) -> int:
-    """Return the number of threads for a grid: at most those of PyTorch, and one in a forked
-    child."""
+    """Return the number of threads for a grid: at most PyTorch's, and one in a forked child."""
     return 1 if _forked else min(torch.get_num_threads(), programs)
 
 
 @cache
 def parallel() -> int | None:
-    """Return the address of `parallel(function, data, threads, flags)`, which calls the function
-    on some threads and waits for all of them; None where PyTorch has no such function."""
+    """Return the address of `parallel(function, data, threads, flags)`, which calls the function on
+    several threads and waits for them; None if PyTorch has no such function."""
     return ctypes.cast(_openmp(), ctypes.c_void_p).value if _openmp() else None
 
 
 def _openmp() -> Any:
-    """Return GOMP_parallel of PyTorch's OpenMP library; None where it has none."""
+    """Return GOMP_parallel of PyTorch's OpenMP library, or None."""
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     return getattr(ctypes.CDLL(str(library)), "GOMP_parallel", None) if library.exists() else None
 
@@ -59,19 +58,20 @@ def _pool() -> ThreadPoolExecutor:
 
 
 def by_pool(work: Callable[[int], None], data: int, threads: int) -> None:
-    """Call `work(data)` on this thread and on others of a pool, and wait for all that began.
+    """Call `work(data)` on this thread and on threads of a pool, and wait for all that have begun.
 
-    Machine code never calls this: an exception would be ignored there, and programs left out.
+    Machine code must not call this function: ctypes would ignore an exception, and programs would
+    be skipped.
     """
     places, done = threading.Semaphore(threads - 1), threading.Semaphore(0)
 
     def help_out() -> None:
-        # A helper that starts late has no place: the work is done, and its data gone.
+        # A helper that starts too late must do nothing: the data may be gone.
         if places.acquire(blocking=False):
             work(data)
             done.release()
 
-    with contextlib.suppress(RuntimeError):  # no thread starts while the interpreter shuts down
+    with contextlib.suppress(RuntimeError):  # at interpreter shutdown no thread can start
         for _ in range(threads - 1):
             _pool().submit(help_out)
     work(data)
@@ -82,7 +82,7 @@ def by_pool(work: Callable[[int], None], data: int, threads: int) -> None:
 
 
 class _Scratch(threading.local):
-    """Scratch memory of the threads that one Python thread starts, kept from launch to launch."""
+    """Scratch memory for the launches of one Python thread, kept between launches."""
 
     size = 0
     address = 0

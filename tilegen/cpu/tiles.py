@@ -1,7 +1,7 @@
-"""Tiles as lazy values: a node is evaluated at a row and a vector of columns, where asked.
+"""Tiles as lazy values: a node is evaluated on demand at a row and a vector of columns.
 
-Integers, masks and addresses are never stored: LLVM combines them and moves them out of loops. What
-is stored is decided in `lower`; a stored tile is a `Buffer`.
+Integers, masks and addresses are never stored: LLVM combines them and moves them out of loops.
+`lower` decides which tiles are stored; a stored tile is a `Buffer`.
 """
 
 from __future__ import annotations
@@ -39,12 +39,15 @@ class Node:
         raise NotImplementedError
 
     def step(self, axis: int) -> int | None:
-        """Return how much an integer grows from one element to the next along an axis; 0 for any
-        value that is the same all along, None where nothing is known."""
+        """Return by how much an integer grows from an element to the next along an axis.
+
+        0 for a value of any type that is the same along the axis; None if it is unknown.
+        """
         raise NotImplementedError
 
     def parts(self) -> list[tuple[Node, bool]]:
-        """Return the nodes that this one reads, and whether at the same place only."""
+        """Return the nodes that this node reads, and whether it reads them at the same place
+        only."""
         return []
 
 
@@ -70,7 +73,7 @@ class Constant(Node):
 
 @dataclass(eq=False)
 class Splat(Node):
-    """A scalar of the program everywhere."""
+    """A scalar of the program, the same everywhere."""
 
     elem: str
     shape: tuple[int, ...]
@@ -110,13 +113,13 @@ class Range(Node):
 
 @dataclass(eq=False)
 class View(Node):
-    """expand_dims, broadcast and trans: other names for the places of a tile."""
+    """The result of expand_dims, broadcast or trans: the elements of a tile at other places."""
 
     elem: str
     shape: tuple[int, ...]
     of: Node
     axes: tuple[int | None, ...]
-    """For each axis of `of` the axis here; None where `of` has one element."""
+    """For each axis of `of` the axis of the view; None if `of` has one element along it."""
 
     def code(self, code: Code, idx: Place, lane: Lane) -> str:
         inner = tuple(0 if axis is None else idx[axis] for axis in self.axes)
@@ -143,9 +146,9 @@ class Reshape(Node):
     def __post_init__(self) -> None:
         self._here = [axis for axis, size in enumerate(self.shape) if size > 1]
         self._there = [axis for axis, size in enumerate(self.of.shape) if size > 1]
-        sizes = [[one.shape[axis] for axis in axes] for one, axes in self._both]
+        sizes = [[node.shape[axis] for axis in axes] for node, axes in self._both]
         self._renamed = sizes[0] == sizes[1]
-        """True: only axes of one element come or go."""
+        """True: the shapes differ only in axes of size 1."""
 
     @property
     def _both(self) -> tuple[tuple[Node, list[int]], tuple[Node, list[int]]]:
@@ -231,14 +234,14 @@ def _integer(node: Node) -> int | None:
 
 @dataclass(eq=False)
 class Address(Node):
-    """A tile of addresses: one pointer, and offsets in elements."""
+    """A tile of addresses: a pointer plus offsets in elements."""
 
     shape: tuple[int, ...]
     base: str
     pointee: str
     offsets: list[Node] = field(default_factory=list)
     arg: int | None = None
-    """The kernel's argument that the pointer comes from."""
+    """The argument of the kernel from which the pointer derives."""
     elem: str = "ptr"
 
     def step(self, axis: int) -> int | None:
@@ -254,7 +257,7 @@ class Address(Node):
             if offset.elem != "i64":
                 value = code.emit(f"sext {typed(offset.elem, lane)} {value} to {type_}")
             total = code.emit(f"add {type_} {total}, {value}")
-        # `inbounds` would be wrong: masked elements may lie beyond their tensor.
+        # Not `inbounds`: masked elements may lie outside of their tensor.
         return code.emit(f"getelementptr {MEMORY[self.pointee]}, ptr {self.base}, {type_} {total}")
 
     def parts(self) -> list[tuple[Node, bool]]:
@@ -271,7 +274,7 @@ class Reader(Protocol):
 
 @dataclass(eq=False)
 class Load(Node):
-    """A tile read from memory; where the mask is false, `other` or 0."""
+    """A tile read from memory; `other` or 0 where the mask is false."""
 
     elem: str
     shape: tuple[int, ...]
@@ -286,17 +289,18 @@ class Load(Node):
         return self.access.load(code, self, idx, lane, other)
 
     def step(self, axis: int) -> int | None:
-        read = [one for one in (self.address, self.mask, self.other) if one is not None]
-        return 0 if all(one.step(axis) == 0 for one in read) else None
+        read = [node for node in (self.address, self.mask, self.other) if node is not None]
+        return 0 if all(node.step(axis) == 0 for node in read) else None
 
     def parts(self) -> list[tuple[Node, bool]]:
-        return [(one, True) for one in (self.address, self.mask, self.other) if one is not None]
+        read = [node for node in (self.address, self.mask, self.other) if node is not None]
+        return [(node, True) for node in read]
 
 
 @dataclass(eq=False)
 class Buffer(Node):
-    """A tile in scratch memory, row by row. bf16 and fp16 lie there as fp32, or with `narrow` as in
-    memory."""
+    """A tile in scratch memory, row by row. bf16 and fp16 are held as fp32, or with `narrow` in
+    their own type."""
 
     elem: str
     shape: tuple[int, ...]
@@ -333,7 +337,7 @@ class Buffer(Node):
         return self.held != REGISTER[self.elem]
 
     def put(self, code: Code, idx: Place, lane: Lane, value: str) -> None:
-        """Store an element, or a vector along the last axis, and remember it."""
+        """Store an element or a vector along the last axis, and memoize it."""
         code.memo[self, idx, lane] = value
         if self._converts:
             value = to_memory(code, value, self.elem, lane)
@@ -346,7 +350,7 @@ class Buffer(Node):
 
 
 def axes_of(op: Op, shape: tuple[int, ...], of: tuple[int, ...]) -> tuple[int | None, ...]:
-    """Return the axes of a `View` that expand_dims, broadcast or trans makes."""
+    """Return the axes of the `View` that expand_dims, broadcast or trans makes."""
     if op.name == "tt.expand_dims":
         axis = int(op.attribute("axis"))
         return tuple(a if a < axis else a + 1 for a in range(len(of)))
@@ -359,11 +363,11 @@ def axes_of(op: Op, shape: tuple[int, ...], of: tuple[int, ...]) -> tuple[int | 
 
 
 def view(node: Node, op: Op, shape: tuple[int, ...]) -> Node:
-    """Return a tile under other names of its places; addresses are viewed by their offsets."""
+    """Return a view of a tile; a view of addresses is made of views of their offsets."""
     axes = axes_of(op, shape, node.shape)
 
-    def of(one: Node) -> View:
-        return View(one.elem, shape, one, axes)
+    def of(viewed: Node) -> View:
+        return View(viewed.elem, shape, viewed, axes)
 
     if isinstance(node, Address):
         offsets: list[Node] = [of(offset) for offset in node.offsets]
@@ -374,6 +378,6 @@ def view(node: Node, op: Op, shape: tuple[int, ...]) -> Node:
 def reshaped(node: Node, shape: tuple[int, ...]) -> Node:
     """Return the elements of a tile, row by row, in another shape."""
     if isinstance(node, Address):
-        offsets: list[Node] = [Reshape(one.elem, shape, one) for one in node.offsets]
+        offsets: list[Node] = [Reshape(offset.elem, shape, offset) for offset in node.offsets]
         return Address(shape, node.base, node.pointee, offsets, node.arg)
     return Reshape(node.elem, shape, node)

@@ -1,4 +1,4 @@
-"""Times of functions on the CPU, taken in turns: a change of the machine's load meets all."""
+"""Time functions on the CPU in turns, so that changes of the machine's load affect all of them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 MIN_ROUNDS = 5
 MAX_ROUNDS = 1000
 MOST_RATIO = 5.0
-"""Time of a function over the first function's, beyond which one call suffices. PyTorch's products
-in bf16 take 50 to 80 times as long as ours on processors without such instructions."""
+"""A function that takes more than this many times as long as the first is called once. PyTorch's
+products in bf16 take 50 to 80 times as long as ours on processors without bf16 instructions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,18 +22,18 @@ class Timing:
     least: float
     rounds: int
     ratio: float
-    """Time of the first function over the time of this function, the median over rounds. The
-    first function is faster where the ratio is above 1."""
+    """Time of this function over the time of the first function, the median over rounds. Above 1
+    the first function is faster."""
 
 
 def timed_in_turns(
     functions: Mapping[str, Callable[[], object]], *, seconds: float = 1.0
 ) -> dict[str, Timing]:
-    """Return the times of functions that are called in turns, once each a round, by the wall clock.
+    """Time functions by the wall clock, calling each once a round.
 
-    The first round warms up and does not count. About `seconds` are spent on each function, and at
-    least MIN_ROUNDS rounds. A function that takes MOST_RATIO times as long as the first function
-    is called once: its warming counts.
+    The first round warms up and does not count. Each function gets about `seconds`, and at least
+    MIN_ROUNDS rounds. A function that takes more than MOST_RATIO times as long as the first is
+    called once, and its first call counts.
     """
     warming = {name: _seconds(function) for name, function in functions.items()}
     longest = MOST_RATIO * next(iter(warming.values()))

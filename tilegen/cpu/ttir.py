@@ -1,8 +1,8 @@
-"""Triton's front end: the TTIR of an emitted kernel, made without a GPU.
+"""Run Triton's front end: make the TTIR of an emitted kernel, without a GPU.
 
 TTIR is Triton's first intermediate form: tiles and loops, before layouts, warps and shared memory.
-The printed text is used rather than the bindings, since these give neither dense constants nor
-the types of block arguments.
+It is used as printed text, since the bindings give neither dense constants nor the types of block
+arguments.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 from tilegen.errors import BuildFailed
 
 _ARCH = 80
-"""sm_80 selects Triton's passes. It has no tensor descriptors, so Triton itself rewrites loads
-through descriptors into loads by address."""
+"""sm_80 selects Triton's passes. It has no tensor descriptors, so Triton rewrites loads through
+descriptors into loads by address."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,19 +39,19 @@ class Source:
 
     @property
     def file(self) -> str:
-        """The file whose lines refusals and checks name."""
+        """The file whose lines errors and checks report."""
         return self.function.fn.__code__.co_filename
 
     @property
     def arguments(self) -> list[tuple[str, str]]:
-        """The arguments that a compiled function takes: all but constants."""
-        return [one for one in self.signature if one[1] != "constexpr"]
+        """The arguments of the compiled function: all but constants."""
+        return [argument for argument in self.signature if argument[1] != "constexpr"]
 
 
 def ttir_of(source: Source) -> str:
     """Return the printed TTIR module of a function, with locations.
 
-    Raises BuildFailed where Triton refuses the function.
+    Raises BuildFailed if Triton rejects the function.
     """
     from triton._C.libtriton import ir
     from triton.backends.compiler import GPUTarget
@@ -60,7 +60,7 @@ def ttir_of(source: Source) -> str:
 
     target = GPUTarget("cuda", _ARCH, 32)
     backend = make_backend(target)
-    leading = takewhile(lambda one: one[1].startswith(("*", "tensordesc")), source.signature)
+    leading = takewhile(lambda pair: pair[1].startswith(("*", "tensordesc")), source.signature)
     pointers = [i for i, (_, type_) in enumerate(leading) if type_.startswith("*")]
     places = {name: i for i, (name, _) in enumerate(source.signature)}
     divisible = [["tt.divisibility", 16]] if source.aligned else []
@@ -81,5 +81,5 @@ def ttir_of(source: Source) -> str:
         stages: dict[str, Any] = {}
         backend.add_stages(stages, options, parsed.language)
         return str(stages["ttir"](module, {}))
-    except Exception as error:  # Triton raises many types, down to RuntimeError from its passes
+    except Exception as error:  # Triton raises many types, including RuntimeError from its passes
         raise BuildFailed(f"{source.name}: no TTIR: {type(error).__name__}: {error}") from error

@@ -1,7 +1,7 @@
-"""Work of a launch, estimated from its programs and lengths: small launches take one thread.
+"""Estimate the work of a launch from programs and lengths: small launches run on one thread.
 
-Threads that have slept take milliseconds to wake. The estimate is of whole tiles and without a
-mask, and no clock has a say: the same launch always takes the same number of threads.
+Sleeping threads take milliseconds to wake. The estimate counts whole tiles and ignores the mask. It
+uses no clock, so the same launch always has the same number of threads.
 """
 
 from __future__ import annotations
@@ -14,32 +14,33 @@ from tilegen.emit.identity import RenderedKernel
 from tilegen.kernels.registry import KERNELS, tile_heads
 
 ENOUGH = 6_000_000
-"""Work that several threads share [flop]: about 100 us of one thread, at 60 Gflop/s."""
+"""Work from which several threads share it [flop]: about 100 us of a thread at 60 Gflop/s."""
 _PER_ELEMENT = 20
-"""Flops in the time that an element of memory takes, for kernels without products."""
+"""Flops in the time of an access to one element, for kernels without products."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """The work of a program of a kernel that holds head dims whole, or goes over its rows once."""
+    """The work of a program of a kernel that holds head dims whole, or passes over its rows
+    once."""
 
     per_row: int
-    """Flops for each row that passes."""
+    """Flops for each streamed row."""
     tile: int
-    """Rows that pass together."""
+    """Rows of a streamed tile."""
     most: int
-    """Rows that pass at most, 0 where their number alone says."""
+    """Most rows streamed by a program; 0 if only the argument at `place` bounds them."""
     place: int
-    """The argument that is their number."""
+    """Index of the argument with the number of streamed rows."""
     share: int = 0
-    """Rows that stay, of the share of a program; 0 where `per_row` counts them."""
+    """Stationary rows in the share of a program; 0 if `per_row` includes them."""
     stays: int = 0
-    """The argument that is the number of rows that stay."""
+    """Index of the argument with the number of stationary rows."""
 
     @staticmethod
     def of(rendered: RenderedKernel, names: Sequence[str]) -> Work | None:
-        """Return the work of an emitted kernel with arguments of these names; None where lengths
-        do not tell it."""
+        """Return the work of an emitted kernel with the given argument names; None if lengths do
+        not determine it."""
         spec, config, problem = KERNELS[rendered.kernel], rendered.config, rendered.problem
         if spec.pages or spec.joins or spec.sliced is not None:
             return None
@@ -59,7 +60,7 @@ class Work:
         return Work(rows * flops, tile, config.split_kv, names.index(passing))
 
     def is_small(self, programs: int, values: Sequence[Any]) -> bool:
-        """Return True for a launch of less than ENOUGH work."""
+        """Check whether a launch has less work than ENOUGH."""
         rows = values[self.place]
         if self.most and rows > self.most:
             rows = self.most
