@@ -37,10 +37,10 @@ def generate(
     from tilegen.bundles.manifest import MANIFEST
     from tilegen.bundles.served import Bundle
 
-    # `--arch sm_80 sm_90`: all but the first arrive among the problems, none of which is one word.
+    # `--arch sm_80 sm_90`: all but the first arrive among the problems, of which none is one word.
     given = problem or []
     more = [word for word in given if arch and len(word.split()) == 1]
-    archs, notations = [*(arch or []), *more], [one for one in given if one not in more]
+    archs, notations = [*(arch or []), *more], [word for word in given if word not in more]
     problems = api.problems_of(notations, catalog)
     if bool(archs) == bool(gpu):
         raise Unsupported("expected --arch or --gpu, got both or neither; such as --arch sm_90")
@@ -50,21 +50,21 @@ def generate(
     columns = TextColumn("problems"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     quiet = json_ or not console.is_terminal
     with Progress(*columns, console=console, transient=True, disable=quiet) as bar:
-        task = bar.add_task("", total=len({one.normal() for one in problems}) * len(gpus))
+        task = bar.add_task("", total=len({parsed.normal() for parsed in problems}) * len(gpus))
 
         def on_kernel(made: Made) -> None:
             bar.update(task, completed=made.problems_done)
             say(_line(made))
 
         api.generate(problems, gpus, out=out, forward_only=forward_only, on_kernel=on_kernel)
-    made = Bundle(out)
+    written = Bundle(out)
     seconds = time.perf_counter() - started
     if json_:
         print_json(
-            {**_summary(made), "manifest": str(out / MANIFEST), "seconds": round(seconds, 3)}
+            {**_summary(written), "manifest": str(out / MANIFEST), "seconds": round(seconds, 3)}
         )
     else:
-        say(f"{_in_words(made)}, {seconds:.1f} s")
+        say(f"{_in_words(written)}, {seconds:.1f} s")
         say(f"manifest: {out / MANIFEST}")
 
 
@@ -79,46 +79,46 @@ def bundle(
     """
     from tilegen.bundles.served import Bundle
 
-    found = Bundle(path)
-    damaged = found.damaged()
-    why = "" if damaged else found.why_not_ours()
+    served = Bundle(path)
+    damaged = served.damaged()
+    why = "" if damaged else served.why_not_ours()
     if json_:
-        print_json({**_summary(found), "damaged": damaged, "not_served": why})
+        print_json({**_summary(served), "damaged": damaged, "not_served": why})
     else:
-        for served in found.manifest.problems:
-            kernels = [kernel for its in served.passes.values() for kernel in its.binaries]
-            console.print(f"{served.arch:8}'{served.problem}'  {', '.join(kernels)}")
+        for entry in served.manifest.problems:
+            kernels = [kernel for its in entry.passes.values() for kernel in its.binaries]
+            console.print(f"{entry.arch:8}'{entry.problem}'  {', '.join(kernels)}")
         for name in damaged:
             console.print(f"missing or not what the manifest says: {name}")
         if why:
             console.print(f"cannot be served: {why}; generate the bundle again")
-        console.print(_in_words(found))
+        console.print(_in_words(served))
     if damaged or why:
         raise typer.Exit(1)
 
 
 def _line(made: Made) -> str:
-    one = made.binary
-    spills = f", {one.resources.spill_bytes} bytes spilled" if one.resources.spill_bytes else ""
+    binary, used = made.binary, made.binary.resources
+    spills = f", {used.spill_bytes} bytes spilled" if used.spill_bytes else ""
     return (
-        f"{one.arch:8}{one.kernel:15}{one.config.key:14}{one.resources.registers:4} registers "
-        f"{one.resources.shared_bytes:7} bytes shared{spills}  '{made.problem}'"
+        f"{binary.arch:8}{binary.kernel:15}{binary.config.key:14}{used.registers:4} registers "
+        f"{used.shared_bytes:7} bytes shared{spills}  '{made.problem}'"
     )
 
 
-def _summary(found: Bundle) -> dict[str, Any]:
-    manifest = found.manifest
+def _summary(served: Bundle) -> dict[str, Any]:
+    manifest = served.manifest
     return {
         "versions": dict(manifest.versions),
         "problems": len(manifest.problems),
-        "binaries": dict(Counter(one.arch for one in manifest.binaries)),
-        "bytes": sum(path.stat().st_size for path in found.path.rglob("*") if path.is_file()),
+        "binaries": dict(Counter(binary.arch for binary in manifest.binaries)),
+        "bytes": sum(path.stat().st_size for path in served.path.rglob("*") if path.is_file()),
     }
 
 
-def _in_words(found: Bundle) -> str:
-    values = _summary(found)
+def _in_words(served: Bundle) -> str:
+    values = _summary(served)
     binaries = ", ".join(f"{count} for {arch}" for arch, count in values["binaries"].items())
-    problems = dict.fromkeys(one.problem for one in found.manifest.problems)
+    problems = dict.fromkeys(entry.problem for entry in served.manifest.problems)
     plural = "" if len(problems) == 1 else "s"
     return f"{len(problems)} problem{plural}; binaries: {binaries}; {values['bytes'] / 1e6:.1f} MB"

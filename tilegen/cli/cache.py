@@ -54,21 +54,23 @@ def cache_list(where: Places = None, json_: Json = False) -> None:
         print_json(
             [
                 {
-                    "file": one.file,
-                    "origin": one.origin,
-                    "trouble": one.trouble,
-                    "record": _values(one.record) if one.record else None,
+                    "file": entry.file,
+                    "origin": entry.origin,
+                    "trouble": entry.trouble,
+                    "record": _values(entry.record) if entry.record else None,
                 }
-                for one in listed
+                for entry in listed
             ]
         )
         return
-    for one in listed:
-        if record := one.record:
+    for entry in listed:
+        if record := entry.record:
             what = f"{record.gpu:10}{_line(record)}  '{record.problem}'"
-            console.print(f"{one.origin:8}{what}" + (f"  {one.trouble}" if one.trouble else ""))
+            console.print(
+                f"{entry.origin:8}{what}" + (f"  {entry.trouble}" if entry.trouble else "")
+            )
         else:
-            console.print(f"{one.origin:8}{one.file}: {one.trouble}")
+            console.print(f"{entry.origin:8}{entry.file}: {entry.trouble}")
     if not listed:
         console.print(f'no records yet; to make one: tilegen tune "{EXAMPLE}"')
 
@@ -88,30 +90,30 @@ def cache_show(
 
     parsed, spec = AttentionProblem.parse(problem), gpu_of(gpu)
     shown: list[dict[str, Any]] = []
-    for one in kernels_in_use(kernel, parsed, spec):
-        if (found := _found(parsed, spec, one)) is None:
+    for name in kernels_in_use(kernel, parsed, spec):
+        if (used := _found(parsed, spec, name)) is None:
             continue
-        path = trials_path(found.record.gpu, one, found.record.problem)
-        joined = join_trials((read_trials(where, path) for where in locations()), one)
+        path = trials_path(used.record.gpu, name, used.record.problem)
+        joined = join_trials((read_trials(where, path) for where in locations()), name)
         trials = len(joined.splitlines())
         shown.append(
             {
-                "file": found.file,
-                "origin": found.origin,
-                "borrowed": found.borrowed,
-                "differences": [asdict(difference) for difference in found.differences],
-                "record": _values(found.record),
-                "others": [_values(other) for other in found.others],
+                "file": used.file,
+                "origin": used.origin,
+                "borrowed": used.borrowed,
+                "differences": [asdict(difference) for difference in used.differences],
+                "record": _values(used.record),
+                "others": [_values(other) for other in used.others],
                 "trials": trials,
             }
         )
         if json_:
             continue
-        console.print(f"{found} ({found.origin}), {trials} trials")
-        for other in found.others:
-            reason = verdict(found.record, other)
+        console.print(f"{used} ({used.origin}), {trials} trials")
+        for other in used.others:
+            reason = verdict(used.record, other)
             console.print(f"  stands before {_line(other)}  {other.date}: {reason}")
-        console.print(found.record.to_json(), end="")
+        console.print(used.record.to_json(), end="")
     if not shown:
         raise NoRecord(f"no record for '{parsed.bucket}' on {spec.name}; see tilegen cache why")
     if json_:
@@ -132,17 +134,17 @@ def cache_why(
     from tilegen.task import KernelTask
 
     parsed, spec = AttentionProblem.parse(problem), gpu_of(gpu)
-    told: list[dict[str, Any]] = []
-    for one in kernels_in_use(kernel, parsed, spec):
-        digest = template_digest(one)
-        task = KernelTask.of(one, parsed, spec)
+    answers: list[dict[str, Any]] = []
+    for name in kernels_in_use(kernel, parsed, spec):
+        digest = template_digest(name)
+        task = KernelTask.of(name, parsed, spec)
         nearest = why(task, versions=current_versions(), template_digest=digest)
-        found = _found(parsed, spec, one)
+        used = _found(parsed, spec, name)
         instead = library_of(parsed, spec, task.direction)
-        told.append(
+        answers.append(
             {
-                "kernel": one,
-                "used": None if found is None else str(found),
+                "kernel": name,
+                "used": None if used is None else str(used),
                 "library": instead,
                 "nearest": [
                     {
@@ -157,11 +159,11 @@ def cache_why(
         if not json_:
             for line in why_lines(task, nearest):
                 console.print(line)
-            console.print(f"  used: {found or 'none of them; the model chooses'}")
+            console.print(f"  used: {used or 'none of them; the model chooses'}")
             if instead:
                 console.print(f"  but calls go to {instead}, measured to be faster for the pass")
     if json_:
-        print_json(told)
+        print_json(answers)
 
 
 @cache_app.command("export")
@@ -220,7 +222,7 @@ def cache_merge(
     from tilegen.store.transfer import merge
 
     target = location(into)
-    # The target among them brings its own files into the form that all others get.
+    # The target is merged too, so that its own files get the form of the result.
     everything = [*map(source, stores), target]
     moved = merge(everything, target, wanted=_wanted(gpu, kernel), dry_run=dry_run)
     _report(moved, json_, gpu)
@@ -235,12 +237,12 @@ def cache_verify(where: Places = None, json_: Json = False) -> None:
     from tilegen.store.upkeep import check
 
     checked = list(check(sources(where)))
-    bad = [one for one in checked if one.trouble]
+    bad = [entry for entry in checked if entry.trouble]
     if json_:
-        print_json([asdict(one) for one in checked])
+        print_json([asdict(entry) for entry in checked])
     else:
-        for one in bad:
-            console.print(f"{one.file}: {one.trouble}")
+        for entry in bad:
+            console.print(f"{entry.file}: {entry.trouble}")
         console.print(f"{len(checked)} files, {len(bad)} of them not in order")
     if bad:
         raise typer.Exit(1)
@@ -262,7 +264,7 @@ def cache_push(
 
     target = location(to) if to else shared()[0]
     if target.folder is None:
-        source(to)  # answers, even if there is nothing to push
+        source(to)  # raises if it does not answer, even with nothing to push
     moved = merge([location("own")], target, wanted=_wanted(gpu, kernel), dry_run=dry_run)
     _report(moved, json_, gpu)
 
@@ -324,28 +326,28 @@ def cache_prune(
         source(where), older_than_days=older_than, unmeasured=unmeasured, dry_run=dry_run
     )
     if json_:
-        print_json([asdict(one) for one in pruned])
+        print_json([asdict(removed) for removed in pruned])
         return
-    for one in pruned:
-        console.print(f"{one.file}: {one.reason}")
+    for removed in pruned:
+        console.print(f"{removed.file}: {removed.reason}")
     console.print(f"{len(pruned)} files {'would be ' if dry_run else ''}removed")
 
 
 def _report(moved: Iterable[Moved], as_json: bool, gpu: str | None = None) -> None:
-    """Print what was moved. Raises Unsupported where nothing is of a GPU that nobody knows."""
+    """Print the files moved. Raises Unsupported if there are none and the GPU's name is unknown."""
     from tilegen.store.transfer import summary
 
     def printed() -> Iterator[Moved]:
-        for one in moved:
-            if not as_json and one.action != "same":
-                console.print(str(one))
-            yield one
+        for file in moved:
+            if not as_json and file.action != "same":
+                console.print(str(file))
+            yield file
 
     done = list(printed())
     if gpu is not None and not done:
         gpu_of(gpu)
     if as_json:
-        print_json([asdict(one) for one in done])
+        print_json([asdict(file) for file in done])
     else:
         console.print(summary(done))
 
@@ -353,7 +355,7 @@ def _report(moved: Iterable[Moved], as_json: bool, gpu: str | None = None) -> No
 def _wanted(gpu: str | None, kernel: str | None) -> Wanted:
     from tilegen.store.transfer import Wanted
 
-    with contextlib.suppress(Unsupported):  # records may be of GPUs that the catalogue lacks
+    with contextlib.suppress(Unsupported):  # records may be of GPUs missing in the catalogue
         gpu = gpu if gpu is None else gpu_of(gpu).name
     return Wanted(gpu=gpu, kernel=None if kernel is None else kernel_named(kernel))
 

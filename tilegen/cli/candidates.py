@@ -1,29 +1,29 @@
-"""The line of `tilegen propose` for one candidate."""
+"""Format a candidate for `tilegen propose`."""
 
 from __future__ import annotations
 
 from tilegen.model.estimate import Candidate
 
 
-def candidate_line(one: Candidate) -> str:
-    """Return a config, its time by the model and by its machine code, and the reason for it; what
-    was compiled says so, all else is predicted."""
-    cost, code = one.estimate, one.compiled
-    by_code = told = ""
+def candidate_line(candidate: Candidate) -> str:
+    """Format a config with its time by the model and by its machine code, and the reason for it.
+    Numbers of compiled code are marked; all others are predictions."""
+    cost, code = candidate.estimate, candidate.compiled
+    by_code = triton = ""
     if code is not None:
         by_code = "refused"
         if code.seconds is not None and not code.objection:
             by_code = f"{1e6 * code.seconds:.1f} us compiled"
-        told = f"; Triton {code.triton} made"
+        triton = f"; Triton {code.triton} made"
         if (used := code.resources) is None:
-            told += f" nothing of it: {code.objection}"
+            triton += f" nothing of it: {code.objection}"
         else:
-            told += (
+            triton += (
                 f" {used.registers} registers, {used.spill_bytes} bytes spilled and "
                 f"{used.shared_bytes / 1024:.4g} KiB of shared memory of it"
             )
-            told += f", no call uses it: {code.objection}" if code.objection else ""
+            triton += f", no call uses it: {code.objection}" if code.objection else ""
     return (
-        f"{one.config.key:14}{1e6 * cost.seconds:9.1f} us predicted {by_code:>19}  "
-        f"{cost.limit:8}{one.reason}{told}"
+        f"{candidate.config.key:14}{1e6 * cost.seconds:9.1f} us predicted {by_code:>19}  "
+        f"{cost.limit:8}{candidate.reason}{triton}"
     )

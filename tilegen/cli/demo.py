@@ -1,4 +1,4 @@
-"""`tilegen demo` on a GPU: the whole pipeline on one attention layer, told step by step."""
+"""`tilegen demo` on a GPU: the whole pipeline on one attention layer, step by step."""
 
 from __future__ import annotations
 
@@ -31,15 +31,14 @@ SHOWN = 3  # candidates per kernel
 
 @dataclass
 class Demo:
-    """One demonstration, told line by line."""
+    """A demonstration, printed line by line."""
 
     say: Callable[[str], None]
     width: int = 0
-    """Columns that a line may have [characters]; 0: any number."""
+    """Width of a line [characters]; 0: unlimited."""
 
     def run(self, problem: AttentionProblem, seconds: float) -> dict[str, Any]:
-        """Go through the pipeline and return its results as plain values; `seconds` are spent on
-        tuning."""
+        """Run the pipeline, with `seconds` for tuning, and return the results as plain values."""
         started = time.perf_counter()
         spec = current_gpu()
         self._line("problem", str(problem), lead=9)
@@ -51,16 +50,16 @@ class Demo:
         self._propose(chosen)
         self._render(problem, chosen)
         self._build(chosen, spec)
-        configs: dict[Kernel, TileConfig] = {kernel: one.config for kernel, one in chosen.items()}
+        configs: dict[Kernel, TileConfig] = {name: choice.config for name, choice in chosen.items()}
         checks = self._verify(reduced(problem), configs)
         budget = seconds / len(chosen)
-        records = {k: tune(one.ranked.task, seconds=budget) for k, one in chosen.items()}
+        records = {k: tune(x.ranked.task, seconds=budget) for k, x in chosen.items()}
         summary: dict[str, Any] = {
             "problem": problem.key,
             "gpu": spec.name,
             "measured": True,
-            "records": {k: str(settings().cache_dir / one.path) for k, one in records.items()},
-            "configs": {kernel: one.config.key for kernel, one in records.items()},
+            "records": {k: str(settings().cache_dir / x.path) for k, x in records.items()},
+            "configs": {kernel: record.config.key for kernel, record in records.items()},
             "forward_us": self.compare(problem),
         }
         self._totals(chosen, checks, time.perf_counter() - started)
@@ -74,7 +73,7 @@ class Demo:
         self._line("--", text, lead=3)
 
     def _line(self, first: str, text: str, *, lead: int = 15) -> None:
-        """Say a text that starts, and goes on where it is too long, in column `lead`."""
+        """Print a line whose text starts in column `lead`; continuation lines start there too."""
         line = f"{first:{lead}}{text}"
         if self.width and len(line) > self.width:
             line = textwrap.fill(
@@ -88,38 +87,38 @@ class Demo:
 
     def _propose(self, chosen: Mapping[Kernel, pipeline.Choice]) -> None:
         self._heading("propose: tiles that are fastest if none of their registers spills, and why")
-        for kernel, one in chosen.items():
-            if not one.ranked.candidates:
-                self._line(kernel, f"{one.config.key:14}from {one.source}")
+        for kernel, choice in chosen.items():
+            if not choice.ranked.candidates:
+                self._line(kernel, f"{choice.config.key:14}from {choice.source}")
                 continue
-            for i, candidate in enumerate(one.ranked.candidates[:SHOWN]):
+            for i, candidate in enumerate(choice.ranked.candidates[:SHOWN]):
                 cost = candidate.estimate
                 self._line(
                     kernel if i == 0 else "",
                     f"{candidate.config.key:14}"
                     f"{1e6 * cost.seconds:8.0f} us predicted, limited by {cost.limit}",
                 )
-            first = one.ranked.candidates[0]
+            first = choice.ranked.candidates[0]
             self._line("", f"{first.config.key}: {first.reason}")
 
     def _render(self, problem: AttentionProblem, chosen: Mapping[Kernel, pipeline.Choice]) -> None:
         self._heading("render: readable Triton files, one for each kernel")
-        for kernel, one in chosen.items():
-            self._line(kernel, str(write(render(problem, one.config, kernel))))
+        for kernel, choice in chosen.items():
+            self._line(kernel, str(write(render(problem, choice.config, kernel))))
 
     def _build(self, chosen: Mapping[Kernel, pipeline.Choice], spec: GpuSpec) -> None:
         self._heading("build: compiled until none can be faster, no GPU needed")
-        for kernel, one in chosen.items():
-            predicted = {c.config: c.estimate.smem_bytes for c in one.ranked.candidates}
-            for i, (config, used) in enumerate(one.tried.items()):
+        for kernel, choice in chosen.items():
+            predicted = {c.config: c.estimate.smem_bytes for c in choice.ranked.candidates}
+            for i, (config, used) in enumerate(choice.tried.items()):
                 name = kernel if i == 0 else ""
                 if isinstance(used, BuildFailed):
                     self._line(name, f"{config.key:14}{used}")
                     continue
                 spills = f", {used.spill_bytes} bytes spilled" if used.spill_bytes else ""
-                if config in one.seconds:
-                    spills += f", {1e6 * one.seconds[config]:.0f} us"
-                elif one.ranked.candidates:
+                if config in choice.seconds:
+                    spills += f", {1e6 * choice.seconds[config]:.0f} us"
+                elif choice.ranked.candidates:
                     spills += ": too many"
                 self._line(
                     name,
@@ -146,11 +145,11 @@ class Demo:
     ) -> None:
         self._heading("in all")
         directions: dict[str, list[CostEstimate]] = {}
-        for one in chosen.values():
-            directions.setdefault(one.ranked.task.direction, []).extend(
-                replace(c.estimate, seconds=one.seconds.get(c.config, c.estimate.seconds))
-                for c in one.ranked.candidates
-                if c.config == one.config
+        for choice in chosen.values():
+            directions.setdefault(choice.ranked.task.direction, []).extend(
+                replace(c.estimate, seconds=choice.seconds.get(c.config, c.estimate.seconds))
+                for c in choice.ranked.candidates
+                if c.config == choice.config
             )
         for direction, costs in directions.items():
             if costs:
@@ -162,14 +161,14 @@ class Demo:
                     f"{len(costs)} kernel{plural}, {time_us:.0f} us predicted, "
                     f"{moved / 1e9:.2f} GB between SMs and L2",
                 )
-        compiled = sum(len(one.tried) for one in chosen.values())
+        compiled = sum(len(choice.tried) for choice in chosen.values())
         self._line("compiled", f"{compiled} configs")
         self._line("verified", f"{len(checks)} outputs, all within what is allowed")
         self._line("took", f"{seconds:.1f} s")
 
     def compare(self, problem: AttentionProblem, device: str = "cuda") -> dict[str, float | None]:
-        """Return the median of each of tilegen, SDPA and FlexAttention in us; None where it was not
-        run."""
+        """Measure tilegen, SDPA and FlexAttention; return medians in us, None for an attention that
+        did not run."""
         self._heading("compare: forward, median of runs from a cold L2")
         import tilegen
         from tilegen.check.peers import flex, sdpa
@@ -195,7 +194,7 @@ class Demo:
         for name, make in prepare.items():
             try:
                 result = measure(partial(make(), x.q, x.k, x.v))
-            except Exception as error:  # what PyTorch cannot do must not end the demonstration
+            except Exception as error:  # an error of PyTorch must not end the demonstration
                 self._line(name, f"not run: {one_line(error)}")
                 times[name] = None
                 continue

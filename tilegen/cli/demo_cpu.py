@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 PROBLEM = "b1 hq8 hkv2 q2048 kv2048 d128 fp32 causal"
 NARROW = "b1 hq8 hkv2 q2048 kv2048 d128 bf16 causal"
-"""The same for processors that multiply bf16."""
+"""The same problem in bf16, for processors that multiply bf16."""
 SECONDS = 1.0
-"""Time that each function is measured for [s]."""
+"""Time to measure each function [s]."""
 
 
 def usual_problem() -> str:
-    """Return the problem that suits this machine: about a second for all of it."""
+    """Return a problem for this machine's processor: about a second for everything."""
     from tilegen.cpu.target import host
 
     return NARROW if host().pairs else PROBLEM
@@ -38,13 +38,13 @@ def usual_problem() -> str:
 
 @dataclass
 class CpuDemo:
-    """One demonstration, told line by line."""
+    """A demonstration, printed line by line."""
 
     say: Callable[[str], None]
 
     def run(self, problem: AttentionProblem) -> dict[str, Any]:
         """Emit, compile, verify and measure the kernels of a problem; return results as plain
-        values. Raises Unsupported where nothing can be compiled."""
+        values. Raises Unsupported if kernels cannot be compiled."""
         import torch
 
         from tilegen.cpu.target import host, processor
@@ -83,12 +83,12 @@ class CpuDemo:
     def _compile(self, rendered: Mapping[Kernel, RenderedKernel]) -> None:
         self.say("")
         self.say("-- compile: emitted Triton kernels to machine code, kept on disk")
-        for kernel, one in rendered.items():
+        for kernel, emitted in rendered.items():
             started = time.perf_counter()
-            made = cpu.function_of(cpu.load(one)).made
+            built = cpu.function_of(cpu.load(emitted)).made
             seconds = time.perf_counter() - started
             self.say(
-                f"{kernel:15}{one.config.key:14}{len(made.binary) / 1024:5.0f} KiB  "
+                f"{kernel:15}{emitted.config.key:14}{len(built.binary) / 1024:5.0f} KiB  "
                 f"{1e3 * seconds:5.0f} ms"
             )
 
@@ -124,6 +124,6 @@ class CpuDemo:
 
 
 def demonstrate_on_cpu(problem: str, say: Callable[[str], None]) -> dict[str, Any]:
-    """Run the demonstration on a problem's notation, by default one of this machine's size, and
-    return its results as plain values."""
+    """Run the demonstration on a problem's notation and return its results as plain values. The
+    default problem suits this machine."""
     return CpuDemo(say).run(AttentionProblem.parse(problem or usual_problem()))

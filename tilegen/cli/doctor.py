@@ -1,4 +1,4 @@
-"""The findings of `tilegen doctor`: versions, GPU, tools and folders of this machine."""
+"""Findings of `tilegen doctor`: versions, GPU, tools and folders of this machine."""
 
 from __future__ import annotations
 
@@ -26,46 +26,46 @@ OPTIONAL = {
     "grpcio": "grpc",
     "matplotlib": "plot",
 }
-"""Packages that may be missing, and the extra of tilegen that installs each."""
+"""Optional packages, and the extra of tilegen that installs each."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report."""
+    """A line of the report."""
 
     name: str
     value: str
 
 
 def examine() -> list[Finding]:
-    """List the findings about this machine; a problem is a finding, not an error."""
-    found = [Finding("tilegen", __version__), Finding("python", platform.python_version())]
-    found += [
+    """List findings about this machine; a problem is a finding, not an error."""
+    findings = [Finding("tilegen", __version__), Finding("python", platform.python_version())]
+    findings += [
         Finding(name, installed(name) or "missing; install tilegen again") for name in PACKAGES
     ]
-    found += [
+    findings += [
         Finding(name, installed(name) or f"not installed; pip install 'tilegen[{extra}]'")
         for name, extra in OPTIONAL.items()
     ]
     if gpu := detect():
         sizes = f"{gpu.num_sms} SMs, {gpu.smem_per_block} bytes of shared memory per program"
-        found.append(Finding("gpu", f"{gpu.title}: {gpu.arch}, {sizes}"))
+        findings.append(Finding("gpu", f"{gpu.title}: {gpu.arch}, {sizes}"))
     else:
-        found.append(Finding("gpu", "none that PyTorch sees"))
-    found.append(Finding("cpu compiler", _cpu_compiler()))
-    found.append(Finding("calls on CPU", _cpu_calls()))
-    found.append(Finding("cores", str(len(os.sched_getaffinity(0)))))
+        findings.append(Finding("gpu", "none that PyTorch sees"))
+    findings.append(Finding("cpu compiler", _cpu_compiler()))
+    findings.append(Finding("calls on CPU", _cpu_calls()))
+    findings.append(Finding("cores", str(len(os.sched_getaffinity(0)))))
     try:
-        found.append(Finding("templates", str(resources.data_dir("templates"))))
-        found.append(Finding("own directory", _writable(settings().cache_dir)))
-        found += [Finding(f"{place.origin} records", _count(place)) for place in locations()]
+        findings.append(Finding("templates", str(resources.data_dir("templates"))))
+        findings.append(Finding("own directory", _writable(settings().cache_dir)))
+        findings += [Finding(f"{place.origin} records", _count(place)) for place in locations()]
     except TilegenError as error:
-        found.append(Finding("trouble", str(error)))
-    return found
+        findings.append(Finding("trouble", str(error)))
+    return findings
 
 
 def _cpu_compiler() -> str:
-    """Return the processor that kernels are compiled for, or why none are."""
+    """Return the processor that kernels are compiled for, or the reason why none are."""
     from tilegen import cpu
 
     if reason := cpu.trouble():
@@ -78,7 +78,7 @@ def _cpu_compiler() -> str:
 
 
 def _cpu_calls() -> str:
-    """Name what computes calls on CPU tensors."""
+    """Describe how calls on CPU tensors are computed."""
     from tilegen import cpu
 
     try:
@@ -90,7 +90,7 @@ def _cpu_calls() -> str:
 
 def _count(location: Location) -> str:
     listed = list(list_records([location]))
-    broken = sum(one.record is None for one in listed)
+    broken = sum(entry.record is None for entry in listed)
     return f"{len(listed)} in {location.address()}" + (
         f", {broken} of them broken" if broken else ""
     )

@@ -48,7 +48,7 @@ Trials = Annotated[
     int | None, typer.Option(help="per problem and kernel, in the model's order", min=1)
 ]
 MOST_WORKERS = 64
-"""Largest number of workers that one command starts."""
+"""Most workers that one command starts."""
 
 
 def worker(
@@ -78,7 +78,7 @@ def worker(
         raise Unsupported("expected --catalog FILE or a problem's notation")
     if gpus and not dry_run:
         raise typer.Exit(_one_each(_devices(gpus, replay is not None)))
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # gives back what is claimed
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that claimed trials go back
     from tilegen.compiling.workers import Pool
     from tilegen.fleet.bench import RealMachine, ReplayMachine
     from tilegen.fleet.jobs import jobs_of, read_problems
@@ -101,7 +101,7 @@ def worker(
         if dry_run:
             print_plans([plan_of(job, machine.space(job)) for job in jobs], json_)
             return
-        one = Worker(
+        tuner = Worker(
             open_storage(storage),
             machine,
             trials=trials,
@@ -109,7 +109,7 @@ def worker(
             stale_seconds=stale_after,
         )
         try:
-            published = one.run(jobs)
+            published = tuner.run(jobs)
         except DeviceLost as lost:
             pool.close()
             console.print(f"{lost}; starting again")
@@ -119,8 +119,8 @@ def worker(
     else:
         count = sum(record is not None for record in published.values())
         winners = "1 winner" if count == 1 else f"{count} winners"
-        console.print(f"{one.measured} configs measured, {winners} published here")
-    one.require_saved()
+        console.print(f"{tuner.measured} configs measured, {winners} published here")
+    tuner.require_saved()
 
 
 @fleet_app.command("status")
@@ -141,28 +141,29 @@ def fleet_status(
     from tilegen.fleet.storage import open_storage
 
     opened = open_storage(storage, make=False)
-    found = progress(opened)
+    studies = progress(opened)
     if catalog:
         problems = read_problems(catalog)
         jobs: list[Job] = []
-        for name in gpu or sorted({one.gpu for one in found}):
+        for name in gpu or sorted({study.gpu for study in studies}):
             jobs += jobs_of(problems, gpu_of(name))
-        found = progress(opened, jobs)
+        studies = progress(opened, jobs)
     if json_:
-        print_json([{**asdict(one), "configs": one.configs, "state": one.state} for one in found])
+        print_json([{**asdict(x), "configs": x.configs, "state": x.state} for x in studies])
         return
-    for one in found:
-        best = "" if one.best_us is None else f"{one.best_us:9.1f} us"
-        abandoned = f", {one.abandoned} put back" if one.abandoned else ""
+    for study in studies:
+        best = "" if study.best_us is None else f"{study.best_us:9.1f} us"
+        abandoned = f", {study.abandoned} put back" if study.abandoned else ""
         console.print(
-            f"{one.state:10}{one.finished:5}/{one.configs:<5}{one.running:4} running{abandoned}  "
-            f"{one.gpu:8}{one.kernel:15}{best:12}  {one.winner:14}'{one.problem}'"
+            f"{study.state:10}{study.finished:5}/{study.configs:<5}{study.running:4} "
+            f"running{abandoned}  "
+            f"{study.gpu:8}{study.kernel:15}{best:12}  {study.winner:14}'{study.problem}'"
         )
-    states = Counter(one.state for one in found)
-    finished, configs = (sum(getattr(o, n) for o in found) for n in ("finished", "configs"))
+    states = Counter(study.state for study in studies)
+    finished, configs = (sum(getattr(x, n) for x in studies) for n in ("finished", "configs"))
     counts = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
-    studies = "1 study" if len(found) == 1 else f"{len(found)} studies"
-    console.print(f"{studies}: {counts or 'none'}; {finished} of {configs} configs")
+    number = "1 study" if len(studies) == 1 else f"{len(studies)} studies"
+    console.print(f"{number}: {counts or 'none'}; {finished} of {configs} configs")
 
 
 @fleet_app.command("proxy")
@@ -213,7 +214,7 @@ def _detected() -> Any:
 
 
 def _store(text: str) -> Location | None:
-    """Return the location for winners; None stands for the own directory."""
+    """Return the location for winners; None means the own directory."""
     from tilegen.settings import place
     from tilegen.store import Location, locations
 
@@ -224,24 +225,26 @@ def _store(text: str) -> Location | None:
 
 
 def _devices(text: str, replay: bool) -> list[str]:
-    """Return the devices to start a worker for: `all`, a list of them, or how many. Raises
-    Unsupported for GPUs that are not here; with `replay`, nothing is measured on them."""
+    """Return the devices to start a worker for: `all`, a list of names, or a number of devices.
+
+    Raises Unsupported for missing GPUs. With `replay` nothing is measured, so none is needed.
+    """
     here = [] if replay else _visible()
     named = [part.strip() for part in text.split(",")]
     if re.fullmatch(r"[1-9]\d?", text) and int(text) <= MOST_WORKERS:
         devices = [str(index) for index in range(int(text))] if replay else here[: int(text)]
-        found = len(devices) == int(text)
+        exist = len(devices) == int(text)
     elif text == "all" and not replay:
-        devices, found = here, bool(here)
+        devices, exist = here, bool(here)
     elif len(named) > 1 and all(named) and len(set(named)) == len(named):
-        # Names such as GPU-8932f937 are the driver's to know.
-        devices, found = named, replay or all(one in here for one in named if one.isdecimal())
+        # Only the driver can check names such as GPU-8932f937.
+        devices, exist = named, replay or all(part in here for part in named if part.isdecimal())
     else:
         raise Unsupported(
             f"--gpus must be all, a number up to {MOST_WORKERS}, or a list such as 0,2; "
             f"got {text!r}"
         )
-    if not found:
+    if not exist:
         raise Unsupported(
             f"expected --gpus among the {len(here)} that PyTorch can use "
             f"({', '.join(here) or 'none'}), got {text!r}"
@@ -259,7 +262,7 @@ def _visible() -> list[str]:
 
 
 def _one_each(devices: Sequence[str]) -> int:
-    """Run this command once per device, and return the worst exit code; Ctrl-C ends them all."""
+    """Run this command once per device and return the worst exit code; Ctrl-C ends all of them."""
     command = [sys.executable, *_without_gpus(sys.orig_argv[1:])]
     cores = sorted(os.sched_getaffinity(0))
     processes: list[subprocess.Popen[bytes]] = []
@@ -272,13 +275,13 @@ def _one_each(devices: Sequence[str]) -> int:
     for index, device in enumerate(devices):
         process = subprocess.Popen(command, env={**os.environ, "CUDA_VISIBLE_DEVICES": device})
         processes.append(process)
-        if len(cores) >= len(devices):  # each compiles on cores of its own
+        if len(cores) >= len(devices):  # separate cores for each to compile on
             os.sched_setaffinity(process.pid, cores[index :: len(devices)])
     codes: list[int] = []
     for process in processes:
         try:
             codes.append(process.wait())
-        except KeyboardInterrupt:  # they got it too
+        except KeyboardInterrupt:  # the processes got it too
             codes.append(process.wait())
     return max(abs(code) for code in codes)
 

@@ -1,5 +1,5 @@
-"""The command line: one line per thing, `--json` everywhere, exit code 1 with one line on user
-error."""
+"""The command line. Every command takes `--json`; an error of the user is one line and exit
+code 1."""
 
 from __future__ import annotations
 
@@ -50,18 +50,18 @@ app.add_typer(cache_app, name="cache")
 app.add_typer(fleet_app, name="fleet")
 
 INTERRUPTED = 130
-"""Exit code of a command that Ctrl-C ended, by typer's convention."""
+"""Exit code of a command ended by Ctrl-C, by typer's convention."""
 CommandLineError: Any = next(
-    one for one in typer.BadParameter.__mro__ if one.__name__ == "ClickException"
+    base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException"
 )
-"""Error of click, which typer brings under a name of its own in some versions."""
+"""Click's error class, which some versions of typer contain under another name."""
 
 
 def main() -> None:
-    """Run the command line; errors of the user's become one line and exit code 1."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # names of files may be anything
+    """Run the command line; turn errors of the user into one line and exit code 1."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # file names may have any characters
         sys.stdout.reconfigure(errors="backslashreplace")
-    handler: logging.Handler = logging.StreamHandler()  # a file has no width to fold lines at
+    handler: logging.Handler = logging.StreamHandler()  # no folding unless it is a terminal
     if sys.stderr.isatty():
         handler = RichHandler(
             console=Console(stderr=True), show_time=False, show_path=False, show_level=False
@@ -70,10 +70,10 @@ def main() -> None:
     logging.getLogger("tilegen").setLevel(logging.INFO)
     try:
         code = app(prog_name="tilegen", standalone_mode=False)
-        sys.stdout.flush()  # here, where a reader that is gone is no error
+        sys.stdout.flush()  # inside the try: a reader that is gone is not an error
         if code == INTERRUPTED:
             _fail("interrupted")
-        if code:  # of a command that found something wrong
+        if code:  # the command found something wrong
             sys.exit(int(code))
     except CommandLineError as error:
         if type(error).__name__ == "NoArgsIsHelpError":
@@ -86,7 +86,7 @@ def main() -> None:
         _fail(str(error))
     except (typer.Abort, KeyboardInterrupt):
         _fail("interrupted")
-    except BrokenPipeError:  # who read the output has seen enough
+    except BrokenPipeError:  # the reader has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(1)
     except OSError as error:  # a full disk, a name that is too long
@@ -159,15 +159,15 @@ def propose(
     Example: tilegen propose "b4 hq32 hkv8 q4096 d128 bf16 causal" --gpu h200
     """
     parsed = api.problem_of(problem)
-    found = api.propose(
+    candidates = api.propose(
         parsed, gpu, kernel=kernel, top=top, fast_memory=fast_memory, compile=compile_
     )
     if json_:
-        print_json([asdict(candidate) for candidate in found])
+        print_json([asdict(candidate) for candidate in candidates])
         return
     if parsed.rewriting:
         console.print(parsed.rewriting)
-    for candidate in found:
+    for candidate in candidates:
         console.print(candidate_line(candidate))
 
 
@@ -198,17 +198,17 @@ def explain(
             return
         from tilegen.explaining.machine_code import static_lines
 
-        console.print("\n\n".join("\n".join(static_lines(one)) for one in read))
+        console.print("\n\n".join("\n".join(static_lines(facts)) for facts in read))
         return
-    told = api.explain(
+    explanation = api.explain(
         problem, gpu, kernel=kernel, config=config, fast_memory=fast_memory, by_model=by_model
     )
     if plot is not None:
-        told.plot(plot)
+        explanation.plot(plot)
     if json_:
-        print_json(told.values)
+        print_json(explanation.values)
         return
-    console.print(told.latex() if latex else told.text())
+    console.print(explanation.latex() if latex else explanation.text())
 
 
 @app.command()
@@ -327,6 +327,6 @@ def doctor(json_: Json = False) -> None:
 
 
 def _fail(message: str) -> None:
-    """Print a message as one line, whatever was typed, and exit with 1."""
+    """Print a message as one line, with control characters escaped, and exit with 1."""
     print(f"error: {printable(' '.join(message.split()))}", file=sys.stderr)
     sys.exit(1)

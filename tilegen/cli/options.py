@@ -1,4 +1,4 @@
-"""Options that several commands have, and the printing of results."""
+"""Options shared by several commands, and functions that print results."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ console = Console(highlight=False, soft_wrap=True, markup=False)
 
 
 def print_json(value: Any) -> None:
-    """Print a result for programs."""
+    """Print a result as JSON."""
     print(json.dumps(value, indent=2, default=str))
 
 
 def positive(value: float | None) -> float | None:
-    """Return a number of seconds. Raises BadParameter for what is none."""
+    """Return a number of seconds. Raises BadParameter unless it is above 0 and finite."""
     if value is not None and not 0 < value < math.inf:
         raise typer.BadParameter(f"expected a number above 0, got {value}")
     return value
 
 
 def say_unless(quiet: bool) -> Any:
-    """Return a function that prints a line for people, or does nothing."""
+    """Return a function that prints a line, or does nothing if `quiet`."""
     return (lambda line: None) if quiet else console.print

@@ -1,4 +1,4 @@
-"""Locations of records as the command line names them: `own`, `shipped`, a folder or a URL."""
+"""Locations of records as command-line arguments: `own`, `shipped`, a folder or a URL."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PLACE = "folder or URL, own, or shipped"
 
 
 def location(text: str) -> Location:
-    """Return a place that may still have to be made."""
+    """Return a location, which need not exist yet."""
     from tilegen.settings import place
     from tilegen.store import Location, locations
 
@@ -26,47 +26,46 @@ def location(text: str) -> Location:
 
 
 def source(text: str) -> Location:
-    """Return a place that is there. Raises Unsupported for a folder that is not, Unreachable for a
+    """Return a location that exists. Raises Unsupported for a missing folder, and Unreachable for a
     URL that does not answer."""
     return _there(location(text))
 
 
 def sources(texts: Sequence[str] | None) -> list[Location]:
-    """Return the places that are named, or else all that a look-up asks, as `source` does."""
+    """Return the named locations, by default all that a look-up reads. Raises as `source` does."""
     from tilegen.store import locations
 
-    return [source(text) for text in texts] if texts else [_there(one) for one in locations()]
+    return [source(text) for text in texts] if texts else [_there(place) for place in locations()]
 
 
 def answering(texts: Sequence[str] | None) -> list[Location]:
-    """Return `sources(texts)`; where none is named, those that are not there are passed over with a
-    warning."""
+    """Return `sources(texts)`. Without `texts`, skip missing shared folders with a warning."""
     from tilegen.store import locations
     from tilegen.store.places import pass_over
     from tilegen.store.reach import Unreachable
 
     if texts:
         return sources(texts)
-    found: list[Location] = []
-    for one in locations():
-        if one.origin == "shared" and one.folder is not None and not is_folder(one.folder):
-            pass_over(one, Unreachable("is not a folder"))
+    present: list[Location] = []
+    for place in locations():
+        if place.origin == "shared" and place.folder is not None and not is_folder(place.folder):
+            pass_over(place, Unreachable("is not a folder"))
         else:
-            found.append(one)
-    return found
+            present.append(place)
+    return present
 
 
 def shared() -> list[Location]:
-    """Return the shared places, all of which are there. Raises Unsupported."""
+    """Return the shared locations. Raises Unsupported if there is none, or one is missing."""
     from tilegen.store import locations
 
-    if found := [_there(one) for one in locations() if one.origin == "shared"]:
-        return found
+    if places := [_there(place) for place in locations() if place.origin == "shared"]:
+        return places
     raise Unsupported("expected a location, or one in TILEGEN_CACHE_PATH; found neither")
 
 
 def check_file(file: Path) -> None:
-    """Raise Unsupported for a path that no file can be written to: commands make no folders beside
+    """Raise Unsupported for a path that no file can be written to. Commands create folders only for
     stores and bundles."""
     if is_folder(file):
         raise Unsupported(f"expected a file to write, got the folder {str(file)!r}")
@@ -78,25 +77,25 @@ def check_file(file: Path) -> None:
 
 
 def is_folder(path: Path) -> bool:
-    """True where a folder is at `path`; False also where the system refuses to look."""
+    """Check whether `path` is a folder; False also if the system cannot check."""
     try:
         return path.is_dir()
     except OSError:  # such as a name that is too long
         return False
 
 
-def _there(one: Location) -> Location:
+def _there(place: Location) -> Location:
     from tilegen.store import places
     from tilegen.store.reach import Unreachable
 
-    if one.folder is None:
+    if place.folder is None:
         try:
-            places.names(one, "records")
+            places.names(place, "records")
         except Unreachable as error:
-            raise Unreachable(f"location {one.address()!r} {error}") from error
-    elif one.origin == "shared" and not is_folder(one.folder):
+            raise Unreachable(f"location {place.address()!r} {error}") from error
+    elif place.origin == "shared" and not is_folder(place.folder):
         raise Unsupported(
-            f"expected a folder of records at {one.address()!r}, found none; check how it is "
+            f"expected a folder of records at {place.address()!r}, found none; check how it is "
             "spelt, and whether it is mounted"
         )
-    return one
+    return place

@@ -1,4 +1,4 @@
-"""`--dry-run` of the commands that tune: how many configs there are, and how many are measured."""
+"""Print the plan of `--dry-run` for commands that tune: configs, and how many are measured."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Plan:
     kernel: str
     problem: str
     configs: int
-    """Number of configs there are."""
+    """Number of configs."""
     measured: int
-    """Number of configs whose trials lie in a location already, under the present conditions."""
+    """Number of configs with trials in some location, under the present conditions."""
 
     def __str__(self) -> str:
         return (
@@ -33,7 +33,7 @@ class Plan:
 
 
 def plan_of(job: Job, space: Sequence[TileConfig]) -> Plan:
-    """Return the plan of tuning a search space. Changes nothing."""
+    """Plan to tune a search space, without changing anything."""
     from tilegen.tuning.trials import trials_of
 
     known = trials_of(job.gpu.name, job.kernel, job.problem, job.conditions).read()
@@ -45,7 +45,7 @@ def plan_of(job: Job, space: Sequence[TileConfig]) -> Plan:
 
 
 def print_plans(plans: Sequence[Plan], as_json: bool) -> None:
-    """Print what tuning would do."""
+    """Print plans, as JSON or one a line."""
     if as_json:
         print_json([asdict(plan) for plan in plans])
         return
