@@ -1,1 +1,1 @@
-"""An explanation of kernels and tiles: as values (`explanation`), as text and as pictures."""
+"""Explain kernels and tiles: as values (`explanation`), as text (`text`) and as plots (`plot`)."""

@@ -1,4 +1,4 @@
-"""Choices for another fast memory, or another mask: what explanations show at their end."""
+"""Choices for another fast memory or another mask, shown at the end of explanations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tilegen.problem import AttentionProblem
 from tilegen.task import KernelTask
 
 OTHER_FAST_MEMORY = tuple(kib * 1024 for kib in (48, 64, 99, 163, 227))
-"""Shared memory per program of GPUs from the GTX 1060 to the H200 [bytes]."""
+"""Shared memory per program on GPUs from the GTX 1060 to the H200 [bytes]."""
 
 Values = dict[str, Any]
 
@@ -30,11 +30,11 @@ def with_alternatives(
     *,
     with_passes: bool = True,
 ) -> list[Values]:
-    """Add the alternatives to explanations of kernels and, `with_passes`, to those of their passes.
-    Formulas and pictures do without."""
+    """Add alternatives to explanations of kernels and, `with_passes`, to those of their passes.
+    Formulas and plots need none."""
     problem = problem.normal()
     passes: dict[Direction, Values] = {
-        told["pass"]["direction"]: told["pass"] for told in explained
+        facts["pass"]["direction"]: facts["pass"] for facts in explained
     }
     if with_passes:
         passes = {
@@ -42,21 +42,22 @@ def with_alternatives(
             for direction, way in passes.items()
         }
 
-    def of_kernel(told: Values) -> Values:
-        spec = KERNELS[told["kernel"]]
+    def of_kernel(facts: Values) -> Values:
+        spec = KERNELS[facts["kernel"]]
         return _alternatives(
             problem, device, lambda problem, gpu: _config(KernelTask(spec, problem, gpu))
         )
 
     return [
-        told | of_kernel(told) | {"pass": passes[told["pass"]["direction"]]} for told in explained
+        facts | of_kernel(facts) | {"pass": passes[facts["pass"]["direction"]]}
+        for facts in explained
     ]
 
 
 def alternatives_of_pass(
     problem: AttentionProblem, device: GpuSpec, direction: Direction
 ) -> Values:
-    """Return the families of a pass for other fast memories and masks, as plain values."""
+    """Return the best families of a pass for other fast memories and masks, as plain values."""
     return _alternatives(problem, device, lambda problem, gpu: _family(problem, gpu, direction))
 
 

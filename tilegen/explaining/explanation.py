@@ -1,5 +1,5 @@
-"""Reasons for tiles: the formulas, the numbers, the bound, the runner-up, and what would change the
-choice, as plain values, which text.py writes and plot.py draws."""
+"""Explain tiles as plain values: formulas, numbers, bounds, the next best configs, and what would
+change the choice. text.py formats the values, plot.py draws them."""
 
 from __future__ import annotations
 
@@ -60,11 +60,12 @@ def explain_all(
     by_model: bool = False,
     alternatives: bool = True,
 ) -> list[dict[str, Any]]:
-    """Explain kernels, each with the explanation of its pass under `pass`, and with `alternatives`.
+    """Explain kernels, each with the explanation of its pass under `pass`.
 
-    A problem is explained in its normal form; `rewriting` says so in a line. The config explained
-    is the choice of a call, which compiles a few; with `by_model` the model's first, or `config`.
-    Raises Unsupported.
+    A problem is explained in its normal form; `rewriting` describes the change in a line. The
+    config explained is the choice of a call, for which several are compiled. With `by_model` it is
+    the model's first, and `config` replaces both. With `alternatives` choices for other memories
+    and masks are added. Raises Unsupported.
     """
     rewriting, problem = problem.rewriting, problem.normal()
     tasks = [KernelTask.of(kernel, problem, device) for kernel in kernels]
@@ -91,8 +92,8 @@ def explain_all(
 def explain(
     task: KernelTask, config: TileConfig | None = None, choice: Choice | None = None
 ) -> dict[str, Any]:
-    """Explain a config of a kernel as plain values: `config`, the config of a choice, or else the
-    model's first. Raises Unsupported."""
+    """Explain a config of a kernel as plain values: `config`, the config of a choice, or by default
+    the model's first. Raises Unsupported."""
     if config is not None:
         check_config(config, task.kernel)
     elif choice is not None:
@@ -102,9 +103,9 @@ def explain(
     problem, device, kernel = task.problem, task.device, task.kernel
     chosen = ranked[0] if config is None else _candidate(task.tiled(config), ranked, choice)
     tiled = task.tiled(chosen.config)
-    others = [one for one in ranked if one.config != chosen.config][:3]
+    others = [candidate for candidate in ranked if candidate.config != chosen.config][:3]
     cost = chosen.estimate
-    least = cost.lower_bound_bytes  # 0 where no pair is kept and all results are intermediates
+    least = cost.lower_bound_bytes  # 0 if no pair is kept and all results are intermediates
     counts = visits(tiled)
     direction = task.direction
     values = kernel_values(tiled)
@@ -166,7 +167,7 @@ def explain(
 
 
 def _choice_line(choice: Choice | None, *, asked: bool) -> str:
-    """Return where the config comes from, in one line; empty for a config that was asked for."""
+    """Describe in a line where the config comes from; empty for a config that was asked for."""
     if choice is None:
         return "" if asked else BY_MODEL
     if choice.ranked.origin != "model":
@@ -178,7 +179,7 @@ def _choice_line(choice: Choice | None, *, asked: bool) -> str:
 
 
 def _splits(tiled: Tiled) -> str:
-    """Return how streamed rows are split over programs; empty for kernels that split nothing."""
+    """Describe how streamed rows are split over programs; empty for kernels without splits."""
     problem, config = tiled.problem, tiled.config
     if not tiled.spec.splits:
         return ""
@@ -199,8 +200,8 @@ def _splits(tiled: Tiled) -> str:
 
 
 def _loads(tiled: Tiled) -> str:
-    """Return how streamed tiles are loaded, and why not through tensor descriptors; empty for
-    kernels that have none."""
+    """Describe how streamed tiles are loaded, and why not through tensor descriptors; empty for
+    kernels that never use descriptors."""
     spec, config = tiled.spec, tiled.config
     if not spec.described:
         return ""
@@ -227,7 +228,7 @@ def _candidate(tiled: Tiled, ranked: Sequence[Candidate], choice: Choice | None)
 
 
 def _check_fits(tiled: Tiled) -> None:
-    """Raise Unsupported for a config that no tuner would try: there is no time to predict."""
+    """Raise Unsupported for a config that does not fit, whose time cannot be predicted."""
     needs, device = footprint(tiled), tiled.device
     if needs.may_fit(device):
         return
@@ -245,12 +246,12 @@ def _check_fits(tiled: Tiled) -> None:
 
 
 def _dram(tiled: Tiled, cost: CostEstimate, values: Values) -> dict[str, Any]:
-    """Explain the bytes between L2 and DRAM; sliced kernels have a number only."""
+    """Explain the bytes between L2 and DRAM; for sliced kernels there is no formula."""
     task, kernel, pairs = tiled.task, tiled.spec.name, tiled.problem.pair_lse
     order, in_keys = dram.order_of(task), task.values_in_keys
-    # Panels stay in L2 between kernels, so a bound that reads them from DRAM says nothing.
+    # Panels stay in L2 between kernels, so a bound that reads them from DRAM does not apply.
     bound = None if tiled.spec.panel else dram.dram_bound_bytes(task)
-    told: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "bytes": cost.dram_bytes,
         "bound_bytes": bound,
         "ratio": cost.dram_bytes / bound if bound else None,
@@ -258,23 +259,23 @@ def _dram(tiled: Tiled, cost: CostEstimate, values: Values) -> dict[str, Any]:
         "values": {},
         "wave": None,
     }
-    if told["formulas"]:
-        found = dram.levels(tiled)
-        values = values | level_values(tiled, found)
+    if facts["formulas"]:
+        levels = dram.levels(tiled)
+        values = values | level_values(tiled, levels)
         used = [dram_bytes(kernel, in_keys, pairs), sweeps_of_heads(order)]
-        told["values"] = named(values, used[: len(told["formulas"])])
-        told["wave"] = {
-            "programs": found.in_flight,
-            "heads": found.live_heads,
-            "heads_in_l2": found.heads_in_l2 if math.isfinite(found.heads_in_l2) else None,
-            "part_of_head": found.part_of_head,
-            "sweeps": found.sweeps,
+        facts["values"] = named(values, used[: len(facts["formulas"])])
+        facts["wave"] = {
+            "programs": levels.in_flight,
+            "heads": levels.live_heads,
+            "heads_in_l2": levels.heads_in_l2 if math.isfinite(levels.heads_in_l2) else None,
+            "part_of_head": levels.part_of_head,
+            "sweeps": levels.sweeps,
         }
-    return told
+    return facts
 
 
 def _time(tiled: Tiled, cost: CostEstimate) -> dict[str, Any]:
-    """Explain the predicted time by its parts: see `time.time`."""
+    """Explain the parts of the predicted time; see `time.time`."""
     run = launches(tiled)
     moved = Traffic(read_bytes=cost.read_bytes, write_bytes=cost.write_bytes)
     shares = {
@@ -284,7 +285,7 @@ def _time(tiled: Tiled, cost: CostEstimate) -> dict[str, Any]:
     launch = time.launch_seconds(tiled.task, run.count)
     running = cost.seconds - launch
     largest = max(shares, key=lambda name: shares[name])
-    # Programs take as long as the launch does, or less where all of L2's or DRAM's traffic is more.
+    # Programs bound the time unless the traffic of L2 or of DRAM takes longer.
     by_programs = running > shares[largest] * (1 + 1e-9)
     return {
         "seconds": cost.seconds,
@@ -298,7 +299,7 @@ def _time(tiled: Tiled, cost: CostEstimate) -> dict[str, Any]:
             **shares,
             "launch": launch,
             "launches": run.count,
-            # What `time.time` assumes: unequal programs fill the last wave, but for a tail.
+            # As in `time.time`: unequal programs fill the last wave, except for a tail.
             "equal_programs": run.longest * run.programs == run.steps,
             "overlap_norm": time.OVERLAP_NORM,
         },
@@ -310,39 +311,41 @@ def _time(tiled: Tiled, cost: CostEstimate) -> dict[str, Any]:
 
 
 def _versus(task: KernelTask, chosen: Candidate, other: Candidate) -> dict[str, Any]:
-    """Compare a candidate with the chosen candidate, with a line for people."""
-    mine, its = chosen.estimate, other.estimate
+    """Compare a candidate with the chosen candidate, with a line of text."""
+    mine, theirs = chosen.estimate, other.estimate
     own = dict(mine.terms)
-    grown = {name: seconds - own[name] for name, seconds in its.terms}
-    slower = its.seconds >= mine.seconds
+    grown = {name: seconds - own[name] for name, seconds in theirs.terms}
+    slower = theirs.seconds >= mine.seconds
     term = (max if slower else min)(grown, key=lambda name: grown[name])
-    moved, others = (one.read_bytes + one.write_bytes for one in (mine, its))
+    moved, others = (cost.read_bytes + cost.write_bytes for cost in (mine, theirs))
     traffic = others / moved if moved else None
     both = task.tiled(chosen.config), task.tiled(other.config)
     together = _residents(both[0]), _residents(both[1])
     steps = round(visits(both[0]).tiles), round(visits(both[1]).tiles)
     times = "traffic where this has none" if traffic is None else f"{traffic:.2f} times the traffic"
-    said = ["the same traffic" if moved == others else times]
+    differences = ["the same traffic" if moved == others else times]
     if steps[0] != steps[1]:
-        said.append(f"{steps[1]} steps a head, not {steps[0]}")
+        differences.append(f"{steps[1]} steps a head, not {steps[0]}")
     if together[0] != together[1]:
-        said.append(f"{together[1]} program{'s' * (together[1] > 1)} per SM, not {together[0]}")
-    waves = [f"{one.waves:.1f}" for one in (its, mine)]
+        differences.append(
+            f"{together[1]} program{'s' * (together[1] > 1)} per SM, not {together[0]}"
+        )
+    waves = [f"{cost.waves:.1f}" for cost in (theirs, mine)]
     if waves[0] != waves[1]:
-        said.append(f"{waves[0]} waves, not {waves[1]}")
+        differences.append(f"{waves[0]} waves, not {waves[1]}")
     if abs(grown[term]) >= 0.001 * mine.seconds:
-        said.append(f"{term} {1e6 * grown[term]:+.1f} us")
-    if its.limit != mine.limit:
-        said.append(f"limited by {its.limit}")
+        differences.append(f"{term} {1e6 * grown[term]:+.1f} us")
+    if theirs.limit != mine.limit:
+        differences.append(f"limited by {theirs.limit}")
     return {
-        "slowdown": its.seconds / mine.seconds,
+        "slowdown": theirs.seconds / mine.seconds,
         "traffic_ratio": traffic,
         "steps": steps[1],
         "programs_per_sm": together[1],
-        "waves": its.waves,
+        "waves": theirs.waves,
         "term": term,
         "term_seconds": grown[term],
-        "differs": ", ".join(said),
+        "differs": ", ".join(differences),
     }
 
 

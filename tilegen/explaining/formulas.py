@@ -1,5 +1,5 @@
-"""The formulas of an explanation, as text and as LaTeX, and what their symbols are for one problem
-and config."""
+"""The formulas of an explanation as text and as LaTeX, and the values of their symbols for a
+problem and a config."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ from tilegen.model.visits import visits
 from tilegen.task import Tiled
 
 rho = sp.Symbol("rho", positive=True)
-"""Times that DRAM delivers the rows that stream: `dram.sweeps`."""
+"""Number of times that DRAM delivers the streamed rows: `dram.sweeps`."""
 
 Values = dict[sp.Symbol, Any]
 
 
 class Formula(TypedDict):
-    """One equation: what it gives, and its right side in two notations."""
+    """An equation: the name of its left side, and its right side as text and as LaTeX."""
 
     name: str
     text: str
@@ -57,7 +57,7 @@ class Formula(TypedDict):
 
 
 def formula(name: str, expression: sp.Expr) -> Formula:
-    """Return an equation in both notations."""
+    """Return an equation as text and as LaTeX."""
     text, in_latex = _written(expression)
     return {"name": name, "text": text, "latex": in_latex}
 
@@ -69,25 +69,26 @@ def _written(expression: sp.Expr) -> tuple[str, str]:
 
 def latex(expression: sp.Expr) -> str:
     """Return an expression as LaTeX."""
-    words = {one: rf"\mathrm{{{one}}}" for one in expression.free_symbols if one.name == nnz.name}
+    symbols = (symbol for symbol in expression.free_symbols if symbol.name == nnz.name)
+    words = {symbol: rf"\mathrm{{{symbol}}}" for symbol in symbols}
     return sp.latex(expression, symbol_names=words)
 
 
 def dram_formulas(kernel: Kernel, order: Order, values_in_keys: bool, pairs: bool) -> list[Formula]:
-    """Return the bytes between L2 and DRAM, and rho; nothing for sliced kernels, which have no
-    closed form."""
+    """Return the formulas of the bytes between L2 and DRAM, and of rho; none for sliced kernels,
+    which have no closed form."""
     if KERNELS[kernel].sliced:
         return []
     moved = dram_bytes(kernel, values_in_keys, pairs)
-    found = [formula("DRAM bytes", moved)]
+    formulas = [formula("DRAM bytes", moved)]
     if rho in moved.free_symbols:
-        found.append(formula("rho", sweeps_of_heads(order)))
-    return found
+        formulas.append(formula("rho", sweeps_of_heads(order)))
+    return formulas
 
 
 @cache
 def sweeps_of_heads(order: Order) -> sp.Expr:
-    """Return rho of kernels whose programs start in an order."""
+    """Return rho of kernels whose programs start in the given order."""
     return sweeps(order)
 
 
@@ -95,13 +96,13 @@ def sweeps_of_heads(order: Order) -> sp.Expr:
 def dram_bytes(kernel: Kernel, values_in_keys: bool, pairs: bool) -> sp.Expr:
     """Return the bytes between L2 and DRAM of a whole launch; with `pairs` lse is two numbers.
 
-    What a program keeps moves once. What streams moves rho times, or as often as it crosses from L2
-    to the SMs where that is less.
+    Stationary tiles move once. Streamed tiles move rho times, or as often as they move from L2 to
+    the SMs if that is less.
     """
     moved = terms_of(kernel, values_in_keys=values_in_keys, pairs=pairs)
-    if KERNELS[kernel].splits:  # inputs move once, as long as they cross to the SMs
-        written = H_kv * total_bytes(one for one in moved if one.direction == "write")
-        reads = H_kv * total_bytes(one for one in moved if one.direction == "read")
+    if KERNELS[kernel].splits:  # inputs move once, or less if less moves to the SMs
+        written = H_kv * total_bytes(term for term in moved if term.direction == "write")
+        reads = H_kv * total_bytes(term for term in moved if term.direction == "read")
         once = inputs_once(kernel, values_in_keys=values_in_keys)
         return sp.factor(written) + sp.Min(sp.factor(reads), once)
     kept = H_kv * total_bytes(term for term in moved if not term.words.has(V_kv, V_q))
@@ -113,7 +114,7 @@ def dram_bytes(kernel: Kernel, values_in_keys: bool, pairs: bool) -> sp.Expr:
 
 
 def kernel_values(tiled: Tiled) -> Values:
-    """Return the values of the symbols of a kernel's traffic and bounds."""
+    """Return the values of the symbols in the formulas of a kernel's traffic and bounds."""
     task, problem, config = tiled.task, tiled.problem, tiled.config
     width = task.spec.told(config) or SCORE_WIDTH
     counts, splits = visits(tiled), splits_of(tiled)
@@ -132,7 +133,7 @@ def kernel_values(tiled: Tiled) -> Values:
 
 
 def level_values(tiled: Tiled, levels: Levels) -> Values:
-    """Return the values of the symbols of `dram_formulas`, beside those of the traffic."""
+    """Return the values of the symbols that only `dram_formulas` use."""
     return {
         T_h: tiled.task.heads_of_group * visits(tiled).programs,
         n_w: levels.in_flight,
@@ -144,8 +145,10 @@ def level_values(tiled: Tiled, levels: Levels) -> Values:
 
 
 def named(values: Values, used: Iterable[sp.Expr]) -> dict[str, float]:
-    """Return the values of the symbols that expressions use, by name; infinite ones left out."""
-    symbols = {symbol for one in used for symbol in one.free_symbols if symbol in values}
+    """Return the values of the symbols in expressions, by name, without infinite values."""
+    symbols = {
+        symbol for expression in used for symbol in expression.free_symbols if symbol in values
+    }
     return {
         symbol.name: values[symbol]
         for symbol in sorted(symbols, key=lambda symbol: symbol.name)

@@ -1,5 +1,5 @@
-"""Findings in the machine code of a kernel: resources, and for each loop with matrix products what
-the loop issues, how long it keeps each unit busy, and what its products hide."""
+"""Describe the machine code of a kernel: resources, and for each loop with matrix products its
+instructions, the time of each unit, and the work that the products hide."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tilegen.pipeline import choose_kernel
 from tilegen.task import KernelTask
 
 SHOWN = 128 * 128
-"""Number of scores for which clocks are shown, so that tiles compare."""
+"""Number of scores for which clocks are shown, so that tiles can be compared."""
 
 
 def static(task: KernelTask, config: TileConfig | None = None) -> dict[str, Any]:
-    """Describe the machine code of a kernel as plain values; compiles, without a GPU.
+    """Describe the machine code of a kernel as plain values; compiles it, without a GPU.
 
-    `config` defaults to the choice of a call. Raises Unsupported, BuildFailed.
+    `config` defaults to the choice of a call. Raises Unsupported and BuildFailed.
     """
     gpu, kernel = task.device, task.kernel
     chosen = config or choose_kernel(task, may_compile=True).config
@@ -35,7 +35,7 @@ def static(task: KernelTask, config: TileConfig | None = None) -> dict[str, Any]
     built = compile_for(render(task.problem, chosen, kernel), gpu.arch)
     used = built.resources
     needs = footprint(tiled)
-    told: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "kernel": kernel,
         "config": chosen.key,
         "gpu": gpu.name,
@@ -44,20 +44,20 @@ def static(task: KernelTask, config: TileConfig | None = None) -> dict[str, Any]
         "shared_bytes": used.shared_bytes,
         "programs_per_sm": residents(needs.as_compiled(used), gpu, chosen),
         "loops": [
-            _loop(one, chosen.num_warps) | {"looped": one is not built.code.body}
-            for one in _with_products(built)
+            _loop(loop, chosen.num_warps) | {"looped": loop is not built.code.body}
+            for loop in _with_products(built)
         ],
         "predicted_seconds": estimate(tiled).seconds,
     }
     if (code := used.step_code) is not None:
-        told["step"] = _step(code, gpu, chosen)
-        told["seconds"] = time_as_compiled(tiled, used).seconds
-    return told
+        facts["step"] = _step(code, gpu, chosen)
+        facts["seconds"] = time_as_compiled(tiled, used).seconds
+    return facts
 
 
 def _with_products(built: CompiledKernel) -> list[LoopCode]:
-    found = [one for one in built.code.loops if one.products]
-    return found or [built.code.body]
+    loops = [loop for loop in built.code.loops if loop.products]
+    return loops or [built.code.body]
 
 
 def _loop(loop: LoopCode, warps: int) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def _loop(loop: LoopCode, warps: int) -> dict[str, Any]:
         "depth": loop.depth,
         "instructions": loop.instructions,
         "units": {unit: number for unit, number in loop.units.most_common() if number},
-        "products": {str(one): number for one, number in loop.products.items()},
+        "products": {str(product): number for product, number in loop.products.items()},
         "multiply_adds": loop.multiply_adds(warps),
         "waits": list(loop.waits),
         "serialized": loop.serialized,
@@ -76,21 +76,21 @@ def _loop(loop: LoopCode, warps: int) -> dict[str, Any]:
 
 
 def _step(code: StepCode, gpu: GpuSpec, config: TileConfig) -> dict[str, Any]:
-    """Return the clocks of a step on a full tile, as they are and for 128 x 128 scores."""
+    """Return the clocks of a step on a full tile, and the scale to 128 x 128 scores."""
     clocks = clocks_as_compiled(code, gpu)
     scale = SHOWN / (config.rows * config.block_n)
     return asdict(clocks) | {"bound": clocks.bound, "scale": scale, "code": asdict(code)}
 
 
-def static_lines(told: dict[str, Any]) -> Iterator[str]:
+def static_lines(facts: dict[str, Any]) -> Iterator[str]:
     """Format the result of `static` as lines."""
     yield (
-        f"{told['kernel']} {told['config']} on {told['gpu']}, from its machine code: "
-        f"{told['registers']} registers, {told['spill_bytes']} bytes spilled, "
-        f"{told['shared_bytes'] / 1024:.4g} KiB of shared memory, "
-        f"{told['programs_per_sm']} program{'s' * (told['programs_per_sm'] > 1)} per SM"
+        f"{facts['kernel']} {facts['config']} on {facts['gpu']}, from its machine code: "
+        f"{facts['registers']} registers, {facts['spill_bytes']} bytes spilled, "
+        f"{facts['shared_bytes'] / 1024:.4g} KiB of shared memory, "
+        f"{facts['programs_per_sm']} program{'s' * (facts['programs_per_sm'] > 1)} per SM"
     )
-    if step := told.get("step"):
+    if step := facts.get("step"):
         scale = step["scale"]
         parts = ", ".join(
             f"{name} {scale * step[key]:.0f}"
@@ -114,12 +114,12 @@ def static_lines(told: dict[str, Any]) -> Iterator[str]:
                 "program"
             )
         yield (
-            f"  predicted {1e6 * told['predicted_seconds']:.1f} us, "
-            f"{1e6 * told['seconds']:.1f} us with these clocks"
+            f"  predicted {1e6 * facts['predicted_seconds']:.1f} us, "
+            f"{1e6 * facts['seconds']:.1f} us with these clocks"
         )
     else:
         yield "  no loop whose matrix products are a step's: the model's own clocks count"
-    for loop in told["loops"]:
+    for loop in facts["loops"]:
         yield from _loop_lines(loop)
 
 
@@ -138,10 +138,10 @@ def _loop_lines(loop: dict[str, Any]) -> Iterator[str]:
         yield f"    {loop['local_share']:.1%} of the instructions load or store spilled registers"
     if loop["exposed"] is not None:
         exposed, units = loop["exposed"], loop["units"]
-        told = ", ".join(
+        exposures = ", ".join(
             f"{exposed.get(unit, 0)} of {units[unit]} {unit}"
             for unit in ("exp", "fp32", "alu", "shared")
             if unit in units
         )
-        yield f"    outside of products' time: {told}"
+        yield f"    outside of products' time: {exposures}"
     yield f"    {loop['timeline']}"

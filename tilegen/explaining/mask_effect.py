@@ -1,4 +1,4 @@
-"""The effect of a mask: work that is left, tiles that are visited, gain of choosing by it."""
+"""Explain the effect of a mask: work left, tiles visited, and the gain of choosing tiles for it."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from tilegen.task import KernelTask, Tiled
 def explain_mask(task: KernelTask, chosen: Candidate) -> dict[str, Any]:
     """Describe the tiles that a kernel visits under the mask, as plain values.
 
-    `form` is "interval", "several" (intervals) or "lists" (of tiles); `waste` the scores computed
-    for each that is kept; `dense_choice` how the config that suits no mask would do, None where it
-    is the chosen one.
+    `form` is "interval", "several" (intervals) or "lists" (of tiles). `waste` is the number of
+    scores computed for each kept score. `dense_choice` compares the config that is best without a
+    mask; None if it is the chosen config.
     """
     problem, (stays, streams) = task.problem, task.spec.loop.sides("queries", "keys")
     visits_tiles = task.spec.masked
@@ -68,8 +68,8 @@ def _form(problem: AttentionProblem, side: Side) -> dict[str, Any]:
         sets = stream_sets(problem.mask, side)
     except Unsupported:
         return {"form": "lists", "live": [], "full": [], "dropped": []}
-    live = [_edges(one) for one in sets.live]
-    dropped = [_edges(one) for one in sets.dropped]
+    live = [_edges(interval) for interval in sets.live]
+    dropped = [_edges(interval) for interval in sets.dropped]
     whole = [] if sets.full is None else [_edges(sets.full)]
     form = "interval" if whole else "several"
     return {"form": form, "live": live, "full": whole, "dropped": dropped}
@@ -102,13 +102,13 @@ def _dense_choice(task: KernelTask, chosen: Candidate) -> dict[str, Any] | None:
     dense = best_of(replace(task, problem=replace(task.problem, mask=full()))).config
     if dense == chosen.config:
         return None
-    its, mine = estimate(task.tiled(dense)), chosen.estimate
-    moved = mine.read_bytes + mine.write_bytes
-    if not moved:  # nothing is kept, and all results are intermediates
+    other, own = estimate(task.tiled(dense)), chosen.estimate
+    moved = own.read_bytes + own.write_bytes
+    if not moved:  # no pair is kept, and all results are intermediates
         return None
     return {
         "config": dense.key,
-        "slowdown": its.seconds / mine.seconds,
-        "traffic_ratio": (its.read_bytes + its.write_bytes) / moved,
+        "slowdown": other.seconds / own.seconds,
+        "traffic_ratio": (other.read_bytes + other.write_bytes) / moved,
         "scores_ratio": _scores(task.tiled(dense)) / max(1.0, _scores(task.tiled(chosen.config))),
     }

@@ -1,4 +1,4 @@
-"""Reasons for kernels: the families that could compute a pass, the lower bound of the pass, and its
+"""Explain the choice of kernels: the families that can compute a pass, its lower bound and its
 regime."""
 
 from __future__ import annotations
@@ -38,34 +38,34 @@ from tilegen.theory import regimes
 def explain_pass(
     problem: AttentionProblem, gpu: GpuSpec, direction: Direction, used: Family | None = None
 ) -> dict[str, Any]:
-    """Explain the choice of a pass's kernels, as plain values: those of the family that calls have
-    `used`, or else of the model's. Raises Unsupported."""
+    """Explain the choice of a pass's kernels, as plain values. They are those of the family `used`
+    by calls, by default those of the model's. Raises Unsupported."""
     task = PassTask.of(direction, problem, gpu)
     problem = task.problem
     by_model = family(problem, gpu, direction)
     chosen = used or by_model
     fitting = dict(ranked_families(problem, gpu, direction))
-    found = [_family(task, name) for name in dict.fromkeys((*fitting, chosen))]
-    mine = next(one for one in found if one["family"] == chosen)
+    families = [_family(task, name) for name in dict.fromkeys((*fitting, chosen))]
+    mine = next(facts for facts in families if facts["family"] == chosen)
     bound = bound_of(task)
     moved = mine["read_bytes"] + mine["write_bytes"]
     regime = _regime(problem, gpu, direction)
     return {
         "direction": direction,
         "family": chosen,
-        "because": _because(problem, direction, regime, chosen, found)
+        "because": _because(problem, direction, regime, chosen, families)
         if chosen == by_model
         else f"agreed by all ranks, or measured to be faster than {by_model}, the model's",
-        "kernels": [one["kernel"] for one in mine["kernels"]],
+        "kernels": [kernel["kernel"] for kernel in mine["kernels"]],
         "seconds": mine["seconds"],
         "read_bytes": mine["read_bytes"],
         "write_bytes": mine["write_bytes"],
-        "families": found,
+        "families": families,
         "left_out": {
-            name: one.why_not(problem, gpu.arch)
-            or why_not_ranked(one, problem, gpu)
+            name: spec.why_not(problem, gpu.arch)
+            or why_not_ranked(spec, problem, gpu)
             or "nothing fits"
-            for name, one in FAMILIES[direction].items()
+            for name, spec in FAMILIES[direction].items()
             if name not in fitting and name != chosen
         },
         "optimum": formula("optimum", complexity(direction)),
@@ -76,7 +76,7 @@ def explain_pass(
 
 
 def bound_of(task: KernelTask | PassTask) -> dict[str, Any]:
-    """Return the lower bounds of a kernel or pass in bytes, and which of them is the largest."""
+    """Return the lower bounds of a kernel or pass in bytes, and the name of the largest."""
     problem = task.problem
     expressions = bounds_of(what_of(task), values_in_keys=problem.latent)
     values, sizes = bound_values(task), each_bound(task)
@@ -84,7 +84,7 @@ def bound_of(task: KernelTask | PassTask) -> dict[str, Any]:
         "bytes": lower_bound_bytes(task),
         "applies": max(sizes, key=lambda name: sizes[name]),
         "each": sizes,
-        "formulas": [formula(name, one) for name, one in expressions.items()],
+        "formulas": [formula(name, expression) for name, expression in expressions.items()],
         "values": named(values, expressions.values()),
         "on_chip_bytes": task.device.on_chip_bytes,
         "subgrids": _subgrids(problem) if "LB1G" in sizes else None,
@@ -92,37 +92,37 @@ def bound_of(task: KernelTask | PassTask) -> dict[str, Any]:
 
 
 def _subgrids(problem: AttentionProblem) -> dict[str, Any]:
-    """Describe the densest sub-grids of a mask, with their closed form where there is one."""
+    """Describe the densest sub-grids of a mask, with their closed form if there is one."""
     lengths = problem.seqlen_q, problem.seqlen_kv
-    found = subgrids(problem.mask, *lengths, problem.group_size)
+    densest = subgrids(problem.mask, *lengths, problem.group_size)
     return {
-        "per_row": found.per_row,
-        "width": found.width,
-        "formula": formula("u", closed_form(found.family)) if found.family else None,
+        "per_row": densest.per_row,
+        "width": densest.width,
+        "formula": formula("u", closed_form(densest.family)) if densest.family else None,
     }
 
 
 def _family(task: PassTask, name: Family) -> dict[str, Any]:
     tasks = [task.kernel(spec) for spec in FAMILIES[task.direction][name].kernels]
-    best = [best_of(one) for one in tasks]
+    best = [best_of(kernel_task) for kernel_task in tasks]
     return {
         "family": name,
-        "seconds": sum(one.estimate.seconds for one in best),
-        "read_bytes": sum(one.estimate.read_bytes for one in best),
-        "write_bytes": sum(one.estimate.write_bytes for one in best),
-        "dram_bytes": sum(one.estimate.dram_bytes for one in best),
+        "seconds": sum(candidate.estimate.seconds for candidate in best),
+        "read_bytes": sum(candidate.estimate.read_bytes for candidate in best),
+        "write_bytes": sum(candidate.estimate.write_bytes for candidate in best),
+        "dram_bytes": sum(candidate.estimate.dram_bytes for candidate in best),
         "spills": any(
-            footprint(kernel.tiled(one.config)).surely_spills
-            for kernel, one in zip(tasks, best, strict=True)
+            footprint(kernel_task.tiled(candidate.config)).surely_spills
+            for kernel_task, candidate in zip(tasks, best, strict=True)
         ),
         "kernels": [
             {
-                "kernel": one.kernel,
-                "config": asdict(one.config),
-                "key": one.config.key,
-                "seconds": one.estimate.seconds,
+                "kernel": candidate.kernel,
+                "config": asdict(candidate.config),
+                "key": candidate.config.key,
+                "seconds": candidate.estimate.seconds,
             }
-            for one in best
+            for candidate in best
         ],
     }
 
@@ -132,10 +132,10 @@ def _because(
     direction: Direction,
     regime: dict[str, Any],
     chosen: Family,
-    found: list[dict[str, Any]],
+    ranked: list[dict[str, Any]],
 ) -> str:
     families = FAMILIES[direction]
-    names = [one["family"] for one in found]
+    names = [facts["family"] for facts in ranked]
     margin = families[names[0]].margin
     if margin > families[chosen].margin:
         return f"{names[0]} is predicted to be faster, which counts from {margin:g} times on"
@@ -149,18 +149,20 @@ def _because(
             )
         alike = [name for name in names if not families[name].large_heads_only]
         return f"{beyond}; the fastest of {', '.join(alike)}" if len(alike) > 1 else beyond
-    if found[0]["family"] != chosen:
+    if ranked[0]["family"] != chosen:
         return f"predicted to be the fastest for '{problem.bucket.key}', which stands for this one"
     why = (
-        f"predicted to be the fastest of {len(found)}" if len(found) > 1 else "the only one to fit"
+        f"predicted to be the fastest of {len(ranked)}"
+        if len(ranked) > 1
+        else "the only one to fit"
     )
     return why + (
-        ", those that spill many registers last" if any(f["spills"] for f in found) else ""
+        ", those that spill many registers last" if any(f["spills"] for f in ranked) else ""
     )
 
 
 def _regime(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> dict[str, Any]:
-    """Return where M lies beside d^2, in words and in bytes: theorems count words."""
+    """Compare M with d^2, in words and in bytes: theorems count words."""
     size, head_dim = problem.element_bytes, max(problem.head_dim_qk, problem.head_dim_v)
     names = regimes.LARGE_CACHE[direction], regimes.SMALL_CACHE[direction]
     dividing = regimes.dividing_bytes(*names, head_dim=head_dim, element_bytes=size)
@@ -182,7 +184,7 @@ def _regime(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> di
 
 
 def _panel(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> dict[str, Any]:
-    """Describe the panels that the kernels of a small-cache pass hand on through L2."""
+    """Describe the panels that the kernels of a small-cache pass exchange through L2."""
     limit = rows_for(problem, gpu, direction)
     heads = problem.batch * problem.num_heads_q
     parts = list(panels(heads, problem.group_size, problem.seqlen_q, limit))

@@ -1,5 +1,5 @@
-"""Two pictures of each pass: traffic against fast memory, and the roofline. Drawn by matplotlib,
-which only `tilegen explain --plot` needs (the extra `plot`)."""
+"""Draw two plots of each pass: traffic against fast memory, and the roofline. Only `tilegen explain
+--plot` needs matplotlib (the extra `plot`)."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ LARGE_CACHE: dict[Direction, tuple[str, ...]] = {
     "forward": ("fwd_q_stationary",),
     "backward": ("bwd_preprocess", "bwd_dkdv", "bwd_dq"),
 }
-"""Names of the schedules that make up FlashAttention's passes."""
+"""The schedules of FlashAttention's passes."""
 
 
 def draw(
@@ -72,14 +72,14 @@ def draw(
     except ImportError as error:
         raise Unsupported("--plot needs matplotlib: pip install 'tilegen[plot]'") from error
     passes: dict[Direction, dict[str, Any]] = {
-        told["pass"]["direction"]: told["pass"] for told in explained
+        facts["pass"]["direction"]: facts["pass"] for facts in explained
     }
     columns = 2 if isinstance(problem.mask, Full) else 3
     figure = Figure(figsize=(7 * columns, 0.6 + 6.2 * len(passes)), layout="constrained")
     figure.suptitle(f"{problem.key} on {gpu.title}")
     rows = figure.subplots(len(passes), columns, squeeze=False)
     for (traffic, roofline, *rest), way in zip(rows, passes.values(), strict=True):
-        shown = [one for one in explained if one["pass"] is way]
+        shown = [facts for facts in explained if facts["pass"] is way]
         for axes in rest:
             _draw_mask(axes, problem, shown)
         _draw_traffic(traffic, problem, gpu, way)
@@ -94,13 +94,13 @@ def draw(
 
 
 MASK_SIDE = 512
-"""Number of rows and of columns of a mask that are drawn, from the first."""
+"""Number of rows and columns of a mask that are drawn, from the first."""
 
 
 def _draw_mask(axes: Axes, problem: AttentionProblem, shown: Sequence[dict[str, Any]]) -> None:
-    """Draw the classes of tiles of the first kernel that visits any, and in partial tiles the pairs
-    that are kept."""
-    visiting = [one for one in shown if KERNELS[one["kernel"]].masked]
+    """Draw the tiles of a mask by class, for the first kernel that visits any, and the kept pairs
+    of partial tiles."""
+    visiting = [facts for facts in shown if KERNELS[facts["kernel"]].masked]
     if not visiting:
         axes.set_axis_off()
         axes.text(
@@ -130,8 +130,8 @@ def _draw_mask(axes: Axes, problem: AttentionProblem, shown: Sequence[dict[str, 
 
 
 def mask_picture(problem: AttentionProblem, config: TileConfig, rows: int, columns: int) -> Array:
-    """Return 3 for pairs in full tiles, 2 and 1 for kept and dropped ones in partial tiles, 0 for
-    those that are not visited."""
+    """Return the shade of each pair: 3 in full tiles, 2 and 1 for kept and dropped pairs in partial
+    tiles, 0 in tiles that are not visited."""
     keep = problem.mask.pairs(rows, columns)
     picture = np.zeros(keep.shape)
     for q in range(0, rows, config.block_m):
@@ -153,7 +153,7 @@ class Curves:
 
     memory: Array
     large_cache: Array
-    """FlashAttention's schedule at its best tiles; not a number where none fits."""
+    """FlashAttention's schedule at its best tiles; NaN where none fits."""
     small_cache: Array
     """The small-cache schedule at its best tiles."""
     bounds: Mapping[str, Array]
@@ -163,8 +163,8 @@ class Curves:
 def curves(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> Curves:
     """Compute the traffic of both schedules at their best tiles, and the bounds, over a range of M.
 
-    The small-cache backward is the one of five products; the emitted one forms P and dS at once,
-    which saves reading P where lengths are short.
+    The small-cache backward is the schedule with five products. The emitted kernels compute P and
+    dS at once, which saves reading P if lengths are short.
     """
     size, head_dim = problem.element_bytes, max(problem.head_dim_qk, problem.head_dim_v)
     device = gpu.on_chip_bytes / size
@@ -172,13 +172,13 @@ def curves(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> Cur
     values = bound_values(PassTask(direction, problem, gpu))
     del values[M]
     bounds = {
-        name: np.broadcast_to(_evaluated(one, values, {M: words}), words.shape)
-        for name, one in bounds_of(direction, values_in_keys=problem.latent).items()
+        name: np.broadcast_to(_evaluated(bound, values, {M: words}), words.shape)
+        for name, bound in bounds_of(direction, values_in_keys=problem.latent).items()
     }
     task = KernelTask.of("fwd", problem, gpu)
     large = sum(_large_cache(name, task, values, words) for name in LARGE_CACHE[direction])
     small = _small_cache(SMALL_CACHE[direction], task, values, words)
-    if direction == "backward":  # both need delta
+    if direction == "backward":  # both schedules need delta
         small = small + _large_cache("bwd_preprocess", task, values, words)
     floor = bounds["floor"]
     return Curves(
@@ -197,8 +197,8 @@ def _large_cache(
         return np.full_like(words, _evaluated(moved, values, {}))
     memory = {alpha: ACCUMULATOR_BYTES / task.problem.element_bytes, c: 1.0, n: 1.0}
     tiles = {
-        side: np.broadcast_to(_evaluated(one, values | memory, {M: words}), words.shape)
-        for side, one in exact_tiles(name).items()
+        side: np.broadcast_to(_evaluated(tile, values | memory, {M: words}), words.shape)
+        for side, tile in exact_tiles(name).items()
     }
     fits = np.all([tile >= 1 for tile in tiles.values()], axis=0)
     return np.where(fits, _evaluated(moved, values, _cut(tiles, task)), np.nan)
@@ -210,18 +210,18 @@ def _small_cache(
     problem = task.problem
     weight = ACCUMULATOR_BYTES / problem.element_bytes
     tiles = {
-        side: _evaluated(one, {alpha: weight}, {}) * np.sqrt(words)
-        for side, one in leading_tiles(name).items()
+        side: _evaluated(tile, {alpha: weight}, {}) * np.sqrt(words)
+        for side, tile in leading_tiles(name).items()
     }
-    # An output tile no wider than the head dim leaves its room to rows.
+    # An output tile is no wider than the head dim: the room that this leaves goes to rows.
     tiles[B_e] = np.minimum(tiles[B_e], min(problem.head_dim_qk, problem.head_dim_v))
     tiles[B_p] = words / (weight * tiles[B_e])
     return _evaluated(_moved(name), values, _cut(tiles, task))
 
 
 def _cut(tiles: Mapping[sp.Symbol, Array], task: KernelTask) -> dict[sp.Symbol, Array]:
-    """Return tiles of at least one row that are not longer than the sequence, and as `nnz` the
-    score entries that a head visits with them: more than the mask keeps."""
+    """Limit tiles to at least one row and at most the sequence. `nnz` becomes the number of scores
+    that a head visits with them, which is more than the mask keeps."""
     problem = task.problem
     longest = {B_r: problem.seqlen_q, B_c: problem.seqlen_kv, B_p: problem.seqlen_q}
     cut = {side: np.clip(tile, 1.0, longest.get(side, np.inf)) for side, tile in tiles.items()}
@@ -235,8 +235,8 @@ def _cut(tiles: Mapping[sp.Symbol, Array], task: KernelTask) -> dict[sp.Symbol, 
 
 
 def _moved(name: str) -> sp.Expr:
-    """Return the bytes of a launch for tiles that divide everything; a mask leaves nnz of
-    N_q N_kv scores."""
+    """Return the bytes of a launch for tiles that divide all lengths; nnz replaces N_q N_kv, the
+    scores without a mask."""
     whole = sp.expand(smooth(SCHEDULES[name].bytes().subs(UNMASKED)))
     each = whole.coeff(N_q, 1).coeff(N_kv, 1)
     return H_kv * (sp.expand(whole - each * N_q * N_kv) + each * nnz)
@@ -247,16 +247,17 @@ def _evaluated(
 ) -> Any:
     known = {**values, **arrays}
     symbols = sorted(expression.free_symbols, key=str)
-    return sp.lambdify(symbols, expression, modules="numpy")(*(known[one] for one in symbols))
+    known_values = (known[symbol] for symbol in symbols)
+    return sp.lambdify(symbols, expression, modules="numpy")(*known_values)
 
 
 def _draw_traffic(axes: Axes, problem: AttentionProblem, gpu: GpuSpec, way: dict[str, Any]) -> None:
-    found, regime = curves(problem, gpu, way["direction"]), way["regime"]
+    drawn, regime = curves(problem, gpu, way["direction"]), way["regime"]
     axes.set_title(f"{way['direction']}: traffic between SMs and L2")
     large = "FlashAttention-2" + (", two passes" if way["direction"] == "backward" else "")
-    axes.loglog(found.memory, found.large_cache, color="C0", label=f"{large}, best tiles")
+    axes.loglog(drawn.memory, drawn.large_cache, color="C0", label=f"{large}, best tiles")
     axes.loglog(
-        found.memory, found.small_cache, color="C1", label="small-cache schedule, best tiles"
+        drawn.memory, drawn.small_cache, color="C1", label="small-cache schedule, best tiles"
     )
     styles = {
         "LB1": (":", "0.3"),
@@ -264,11 +265,11 @@ def _draw_traffic(axes: Axes, problem: AttentionProblem, gpu: GpuSpec, way: dict
         "LB2": ("--", "0.3"),
         "floor": ("-", "0.6"),
     }
-    for name, bound in found.bounds.items():
+    for name, bound in drawn.bounds.items():
         style, color = styles[name]
         shown = np.where(bound > 0, bound, np.nan)
         label = "floor: inputs and outputs once" if name == "floor" else f"lower bound {name}"
-        axes.loglog(found.memory, shown, style, color=color, lw=1.2, label=label)
+        axes.loglog(drawn.memory, shown, style, color=color, lw=1.2, label=label)
     marks = {
         f"M of {gpu.name}, {regime['m_bytes'] / 1024:.0f} KiB": ("C2", regime["m_bytes"]),
         f"schedules cross if unmasked, {regime['dividing_bytes'] / 1024:.0f} KiB": (
@@ -278,20 +279,20 @@ def _draw_traffic(axes: Axes, problem: AttentionProblem, gpu: GpuSpec, way: dict
     }
     for label, (color, at) in marks.items():
         axes.axvline(at, color=color, lw=1, ls="-.", label=label)
-    for one, marker in zip(way["families"], "osD^", strict=False):
-        name = one["family"] + (", chosen" if one["family"] == way["family"] else "")
-        moved = one["read_bytes"] + one["write_bytes"]
-        filled = "C2" if one["family"] == way["family"] else "none"
+    for facts, marker in zip(way["families"], "osD^", strict=False):
+        name = facts["family"] + (", chosen" if facts["family"] == way["family"] else "")
+        moved = facts["read_bytes"] + facts["write_bytes"]
+        filled = "C2" if facts["family"] == way["family"] else "none"
         axes.plot(
             [regime["m_bytes"]], [moved], marker, mfc=filled, color="C2", label=f"tiles of {name}"
         )
-    bottom = found.bounds["floor"][0] / 4
-    top = np.nanmax([found.large_cache[0], found.small_cache[0], *found.small_cache]) * 2
+    bottom = drawn.bounds["floor"][0] / 4
+    top = np.nanmax([drawn.large_cache[0], drawn.small_cache[0], *drawn.small_cache]) * 2
     axes.set_ylim(bottom, top)
     axes.set_xlabel("fast memory M, bytes per SM")
     axes.set_ylabel("bytes")
     axes.grid(alpha=0.3)
-    axes.set_xlim(found.memory[0], found.memory[-1])
+    axes.set_xlim(drawn.memory[0], drawn.memory[-1])
     _legend(axes)
 
 
@@ -313,23 +314,23 @@ def _draw_roofline(
     axes.set_title(f"{direction}: roofline, the model's best {CANDIDATES} of each kernel")
     intensities: list[float] = []
     speeds: list[float] = []
-    for i, told in enumerate(explained):
-        kernel, seconds = told["kernel"], told["time"]["seconds"]
+    for i, facts in enumerate(explained):
+        kernel, seconds = facts["kernel"], facts["time"]["seconds"]
         ranked = propose(KernelTask.of(kernel, problem, gpu), top=CANDIDATES)
-        best = [one.estimate for one in ranked]
+        best = [candidate.estimate for candidate in ranked]
         if not best[0].flops:
             continue  # the preprocess has no matrix products
-        speed = [one.flops / one.seconds for one in best]
+        speed = [cost.flops / cost.seconds for cost in best]
         levels = {
-            "L2": [one.flops / (one.read_bytes + one.write_bytes) for one in best],
-            "DRAM": [one.flops / one.dram_bytes for one in best],
+            "L2": [cost.flops / (cost.read_bytes + cost.write_bytes) for cost in best],
+            "DRAM": [cost.flops / cost.dram_bytes for cost in best],
         }
         for (level, at), filled in zip(levels.items(), (f"C{i}", "none"), strict=True):
             axes.loglog(at, speed, "o", color=f"C{i}", mfc=filled, label=f"{kernel}, {level}")
             intensities += at
-        traffic, flops = told["traffic"], told["time"]["flops"]
+        traffic, flops = facts["traffic"], facts["time"]["flops"]
         at = [flops / (traffic["read_bytes"] + traffic["write_bytes"])]
-        label = f"{kernel} {TileConfig(**told['config']).key}"
+        label = f"{kernel} {TileConfig(**facts['config']).key}"
         axes.loglog(at, [flops / seconds], "*", ms=12, color=f"C{i}", mec="0.2", label=label)
         intensities += at
         speeds += [*speed, flops / seconds]
@@ -343,7 +344,7 @@ def _draw_roofline(
         roof = np.minimum(peak, bandwidth * span)
         axes.loglog(span, roof, style, color="0.4", lw=1.2, label=label)
     axes.set_ylim(min(*speeds, peak) / 4, peak * 2)
-    axes.xaxis.set_minor_formatter(NullFormatter())  # labels would run into each other
+    axes.xaxis.set_minor_formatter(NullFormatter())  # labels would overlap
     axes.set_xlabel("flop per byte at L2 (filled) or DRAM (hollow)")
     axes.set_ylabel("flop/s, predicted")
     axes.grid(alpha=0.3)

@@ -1,4 +1,4 @@
-"""An explanation as lines of text, or as LaTeX to paste."""
+"""Format an explanation as lines of text, or as LaTeX."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """Why kernels have the tiles that they have: as plain values, as text and as a picture."""
+    """The reasons for the tiles of kernels: as plain values, as text and as a plot."""
 
     problem: AttentionProblem
     """The problem explained."""
     gpu: GpuSpec
-    """The GPU that the tiles are for."""
+    """The GPU for which the tiles are chosen."""
     explained: tuple[dict[str, Any], ...]
-    """One dictionary for each kernel, without alternatives; its pass is under `pass`."""
+    """A dictionary for each kernel, without alternatives; its pass is under `pass`."""
     with_passes: bool
-    """True: text and formulas tell of the passes, too."""
+    """True: text and formulas include the passes."""
 
     @cached_property
     def values(self) -> tuple[dict[str, Any], ...]:
-        """One dictionary for each kernel, which json can write; its pass is under `pass`."""
+        """A dictionary for each kernel, serialisable as JSON; its pass is under `pass`."""
         return tuple(with_alternatives(self.explained, self.problem, self.gpu))
 
     def text(self) -> str:
-        """Return lines for people."""
-        told = with_alternatives(
+        """Return the explanation as lines of text."""
+        explained = with_alternatives(
             self.explained, self.problem, self.gpu, with_passes=self.with_passes
         )
-        return "\n".join(lines_of_all(told, with_passes=self.with_passes))
+        return "\n".join(lines_of_all(explained, with_passes=self.with_passes))
 
     def latex(self) -> str:
         """Return the formulas as LaTeX; needs amsmath."""
@@ -69,13 +69,15 @@ def latex_of_all(explained: Sequence[dict[str, Any]], *, with_passes: bool) -> l
 def _joined(
     explained: Sequence[dict[str, Any]], with_passes: bool, of_pass: Any, of_kernel: Any
 ) -> list[str]:
-    blocks: list[list[str]] = [[line] for line in {told["rewriting"] for told in explained} if line]
+    blocks: list[list[str]] = [
+        [line] for line in {facts["rewriting"] for facts in explained} if line
+    ]
     seen: set[str] = set()
-    for told in explained:
-        if with_passes and told["pass"]["direction"] not in seen:
-            seen.add(told["pass"]["direction"])
-            blocks.append(of_pass(told))
-        blocks.append(of_kernel(told))
+    for facts in explained:
+        if with_passes and facts["pass"]["direction"] not in seen:
+            seen.add(facts["pass"]["direction"])
+            blocks.append(of_pass(facts))
+        blocks.append(of_kernel(facts))
     return [line for i, block in enumerate(blocks) for line in ([""] if i else []) + block]
 
 
@@ -83,12 +85,12 @@ def _joined(
 # Text
 
 
-def pass_lines(told: dict[str, Any]) -> list[str]:
-    """Return the explanation of the pass that a kernel belongs to."""
-    way, bound, regime = told["pass"], told["pass"]["bound"], told["pass"]["regime"]
+def pass_lines(facts: dict[str, Any]) -> list[str]:
+    """Format the explanation of the pass of a kernel."""
+    way, bound, regime = facts["pass"], facts["pass"]["bound"], facts["pass"]["regime"]
     moved = way["read_bytes"] + way["write_bytes"]
     lines = [
-        f"{way['direction']} for {_subject(told)}: {way['family']}",
+        f"{way['direction']} for {_subject(facts)}: {way['family']}",
         f"  because    {way['because']}",
         *_table("families", map(_family, way["families"])),
     ]
@@ -109,42 +111,42 @@ def pass_lines(told: dict[str, Any]) -> list[str]:
             f"{_bytes(panel['l2_bytes'])} of L2; {panel['panels']} of them"
         )
     choices = [
-        f"{one['fast_memory'] // 1024:3} KiB    {_choice(one)}" for one in way["other_fast_memory"]
+        f"{x['fast_memory'] // 1024:3} KiB    {_choice(x)}" for x in way["other_fast_memory"]
     ]
-    choices += [f"{one['mask']:10} {_choice(one)}" for one in way["other_masks"]]
+    choices += [f"{x['mask']:10} {_choice(x)}" for x in way["other_masks"]]
     return [*lines, *_table("would be", choices)]
 
 
-def _subject(told: dict[str, Any]) -> str:
-    memory = f"{told['fast_memory'] // 1024} KiB of shared memory"
-    return f"'{told['problem']}' on {told['gpu']} with {memory}"
+def _subject(facts: dict[str, Any]) -> str:
+    memory = f"{facts['fast_memory'] // 1024} KiB of shared memory"
+    return f"'{facts['problem']}' on {facts['gpu']} with {memory}"
 
 
-def _family(one: dict[str, Any]) -> str:
-    kernels = ", ".join(f"{kernel['kernel']} {kernel['key']}" for kernel in one["kernels"])
-    moved = _bytes(one["read_bytes"] + one["write_bytes"])
-    spills = "; spills much" if one["spills"] else ""
-    return f"{one['family']:12} {1e6 * one['seconds']:9.1f} us {moved:>8}  {kernels}{spills}"
+def _family(family: dict[str, Any]) -> str:
+    kernels = ", ".join(f"{kernel['kernel']} {kernel['key']}" for kernel in family["kernels"])
+    moved = _bytes(family["read_bytes"] + family["write_bytes"])
+    spills = "; spills much" if family["spills"] else ""
+    return f"{family['family']:12} {1e6 * family['seconds']:9.1f} us {moved:>8}  {kernels}{spills}"
 
 
-def _choice(one: dict[str, Any]) -> str:
-    if one["family"] is None:
+def _choice(family: dict[str, Any]) -> str:
+    if family["family"] is None:
         return "nothing fits"
-    return f"{one['family']:12} {1e6 * one['seconds']:9.1f} us"
+    return f"{family['family']:12} {1e6 * family['seconds']:9.1f} us"
 
 
-def explain_lines(told: dict[str, Any]) -> list[str]:
-    """Return the explanation of one kernel."""
-    traffic, bound, time, mask = told["traffic"], told["bound"], told["time"], told["mask"]
-    tiles, moved = told["tiles"], (traffic["read_bytes"], traffic["write_bytes"])
+def explain_lines(facts: dict[str, Any]) -> list[str]:
+    """Format the explanation of a kernel."""
+    traffic, bound, time, mask = facts["traffic"], facts["bound"], facts["time"], facts["mask"]
+    tiles, moved = facts["tiles"], (traffic["read_bytes"], traffic["write_bytes"])
     seeds, tables = traffic["seed_bytes"], traffic["table_bytes"]
     return [
-        f"{told['kernel']} for {_subject(told)}",
-        f"  tile       {TileConfig(**told['config'])!r}",
-        *([f"  choice     {told['choice']}"] if told["choice"] else []),
-        f"  because    {told['reason']}",
-        *([f"  splits     {told['splits']}"] if told["splits"] else []),
-        *([f"  loads      {told['loads']}"] if told["loads"] else []),
+        f"{facts['kernel']} for {_subject(facts)}",
+        f"  tile       {TileConfig(**facts['config'])!r}",
+        *([f"  choice     {facts['choice']}"] if facts["choice"] else []),
+        f"  because    {facts['reason']}",
+        *([f"  splits     {facts['splits']}"] if facts["splits"] else []),
+        *([f"  loads      {facts['loads']}"] if facts["loads"] else []),
         "",
         *mask_lines(mask),
         f"  tiles      {tiles['tiles']} visited per head by {tiles['programs']} programs, "
@@ -160,15 +162,15 @@ def explain_lines(told: dict[str, Any]) -> list[str]:
         f"{_values(traffic['values'])}",
         *([f"    {seeds} bytes of it are seeds, for dropout"] if seeds else []),
         *([f"    {tables} bytes of it say where requests and pages lie"] if tables else []),
-        *_dram_lines(told["dram"]),
+        *_dram_lines(facts["dram"]),
         "",
         f"  optimum    Theta({bound['complexity']})",
         f"  bound      {_bound(bound)} with {_bytes(bound['on_chip_bytes'])} on chip"
         + ("" if bound["ratio"] is None else f": these tiles move {bound['ratio']:.1f} times that"),
         *(
-            f"    {one['name']:5} {one['text']}"
-            for one in bound["formulas"]
-            if one["name"] == bound["applies"]
+            f"    {x['name']:5} {x['text']}"
+            for x in bound["formulas"]
+            if x["name"] == bound["applies"]
         ),
         *_subgrid_lines(bound["subgrids"]),
         f"  crossover  head dim {bound['critical_head_dim']:.0f}: "
@@ -180,15 +182,15 @@ def explain_lines(told: dict[str, Any]) -> list[str]:
         *(
             f"    {other['config']:14} {1e6 * other['seconds']:8.1f} us, "
             f"{other['slowdown']:.2f} times: {other['differs']}"
-            for other in told["next_best"]
+            for other in facts["next_best"]
         ),
         "",
         "  with other fast memory, or another mask",
         *(
             f"    {other['fast_memory'] // 1024:3} KiB        {_config(other)}"
-            for other in told["other_fast_memory"]
+            for other in facts["other_fast_memory"]
         ),
-        *(f"    {other['mask']:14} {_config(other)}" for other in told["other_masks"]),
+        *(f"    {other['mask']:14} {_config(other)}" for other in facts["other_masks"]),
     ]
 
 
@@ -251,12 +253,12 @@ def _bound(bound: dict[str, Any]) -> str:
     return f"{_bytes(bound['bytes'])} ({bound['applies']}{each})"
 
 
-def _subgrid_lines(found: dict[str, Any] | None) -> Iterator[str]:
-    if found:
-        form = found["formula"]["text"] if found["formula"] else "counted"
+def _subgrid_lines(subgrids: dict[str, Any] | None) -> Iterator[str]:
+    if subgrids:
+        form = subgrids["formula"]["text"] if subgrids["formula"] else "counted"
         yield (
-            f"    LB1G  u = {found['per_row']:.1f} scores for each row and column of a sub-grid of "
-            f"the mask, at most: {form}; w_b = {found['width']}"
+            f"    LB1G  u = {subgrids['per_row']:.1f} scores for each row and column of a sub-grid "
+            f"of the mask, at most: {form}; w_b = {subgrids['width']}"
         )
 
 
@@ -283,9 +285,9 @@ def _bytes(count: float) -> str:
 # LaTeX
 
 
-def pass_latex(told: dict[str, Any]) -> list[str]:
-    """Format a pass's complexity, its bounds in bytes and the dividing point in words as LaTeX."""
-    way = told["pass"]
+def pass_latex(facts: dict[str, Any]) -> list[str]:
+    """Format the complexity of a pass, its bounds and the dividing point as LaTeX."""
+    way = facts["pass"]
     rows = [
         (r"Q_{\mathrm{optimum}}", rf"\Theta\left({way['optimum']['latex']}\right)", None),
         *_bound_rows(way["bound"]),
@@ -295,15 +297,15 @@ def pass_latex(told: dict[str, Any]) -> list[str]:
             way["regime"]["dividing_words"],
         ),
     ]
-    title = f"{way['direction']} of {told['problem']} on {told['gpu']}: {way['family']}"
+    title = f"{way['direction']} of {facts['problem']} on {facts['gpu']}: {way['family']}"
     return [f"% {title}", *_aligned(rows), _where(way["bound"]["values"] | way["regime"]["values"])]
 
 
-def kernel_latex(told: dict[str, Any]) -> list[str]:
-    """Return the formulas of one kernel: both levels, its bound, and how its time is composed."""
-    traffic, dram, parts = told["traffic"], told["dram"], told["time"]["composition"]
-    config = TileConfig(**told["config"]).key
-    head = f"% {told['kernel']} {config} of {told['problem']} on {told['gpu']}"
+def kernel_latex(facts: dict[str, Any]) -> list[str]:
+    """Format the formulas of a kernel as LaTeX: traffic at both levels, bound and time."""
+    traffic, dram, parts = facts["traffic"], facts["dram"], facts["time"]["composition"]
+    config = TileConfig(**facts["config"]).key
+    head = f"% {facts['kernel']} {config} of {facts['problem']} on {facts['gpu']}"
     moved: list[tuple[str, str, float | None]] = [
         (
             rf"\operatorname{{{term['direction']}}}(\text{{{term['tensor']}}})",
@@ -316,9 +318,9 @@ def kernel_latex(told: dict[str, Any]) -> list[str]:
     moved.append((r"Q_{\mathrm{L2}}", traffic["bytes"]["latex"], in_all))
     names = {"DRAM bytes": r"Q_{\mathrm{DRAM}}", "rho": r"\rho"}
     numbers = {"DRAM bytes": dram["bytes"], "rho": (dram["wave"] or {}).get("sweeps")}
-    second = [
-        (names[one["name"]], one["latex"], numbers[one["name"]]) for one in dram["formulas"]
-    ] or [(names["DRAM bytes"], rf"{dram['bytes']}\ \text{{bytes}}", None)]
+    second = [(names[x["name"]], x["latex"], numbers[x["name"]]) for x in dram["formulas"]] or [
+        (names["DRAM bytes"], rf"{dram['bytes']}\ \text{{bytes}}", None)
+    ]
     time = (
         r"\max\left(T_{\mathrm{programs}},\ \frac{Q_{\mathrm{L2}}}{\beta_{\mathrm{L2}}},\ "
         r"2 T_{\mathrm{latency}} + \frac{Q_{\mathrm{DRAM}} + Q_{\mathrm{pushed\ out}}}"
@@ -335,10 +337,10 @@ def kernel_latex(told: dict[str, Any]) -> list[str]:
         *_aligned(second),
         *([_where(dram["values"])] if dram["values"] else []),
         "% lower bound in bytes",
-        *_aligned(_bound_rows(told["bound"])),
-        _where(told["bound"]["values"]),
+        *_aligned(_bound_rows(facts["bound"])),
+        _where(facts["bound"]["values"]),
         "% seconds",
-        *_aligned([("T", time, told["time"]["seconds"]), (r"T_{\mathrm{step}}", step, None)]),
+        *_aligned([("T", time, facts["time"]["seconds"]), (r"T_{\mathrm{step}}", step, None)]),
     ]
 
 
@@ -349,17 +351,15 @@ def _bound_rows(bound: dict[str, Any]) -> list[tuple[str, str, float | None]]:
         "LB2": r"\mathrm{LB}_2",
         "floor": r"\mathrm{floor}",
     }
-    rows = [
-        (names[one["name"]], one["latex"], bound["each"][one["name"]]) for one in bound["formulas"]
-    ]
-    largest = ", ".join(names[one["name"]] for one in bound["formulas"])
+    rows = [(names[x["name"]], x["latex"], bound["each"][x["name"]]) for x in bound["formulas"]]
+    largest = ", ".join(names[x["name"]] for x in bound["formulas"])
     if len(rows) > 1:
         largest = rf"\max\left({largest}\right)"
     return [*rows, (r"Q_{\mathrm{L2}}", rf"\geq {largest}", bound["bytes"])]
 
 
 def _aligned(rows: Sequence[tuple[str, str, float | None]]) -> list[str]:
-    """Return an align* environment; a right side that begins with a relation keeps it."""
+    """Return an align* environment. A right side that starts with a relation keeps it."""
     lines: list[str] = []
     for left, right, number in rows:
         relation = "" if right.startswith(r"\geq") else "= "
