@@ -1,1 +1,1 @@
-"""The cost model: bounds, exact traffic, on-chip footprint, time. Loads SymPy."""
+"""The cost model: bounds, exact traffic, on-chip footprint and time. Loads SymPy."""

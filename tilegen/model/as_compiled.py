@@ -1,7 +1,7 @@
-"""Clocks of a step as its machine code has them, where it was read (`compiling.machine_code`).
+"""Clocks of a step from its machine code, which `compiling.machine_code` reads.
 
-The instructions of a step are then counted, not predicted; so is the part of the softmax that no
-matrix product of the same warps hides, where those are asynchronous.
+The instructions of a step are counted instead of predicted. If matrix products are asynchronous, so
+is the part of the softmax that the products of the same warps do not hide.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from tilegen.model.time import SCHEDULERS, SMEM_BYTES_PER_CLK, StepClocks
 
 LANES = 32
 ALU_LANES = 64
-"""Threads whose integer operations, comparisons or conversions an SM starts each clock."""
+"""Threads whose integer operations, comparisons or conversions an SM issues per clock."""
 
 
 def issue_clocks(code: StepCode, gpu: GpuSpec) -> float:
-    """Return the clocks in which an SM issues a step, on its busiest pipe."""
+    """Compute the clocks in which an SM issues a step, on its busiest pipe."""
     fp32_lanes = gpu.vector_flops_32 / (2 * gpu.num_sms * gpu.clock_hz)
     return max(
         code.instructions / SCHEDULERS,
@@ -27,7 +27,7 @@ def issue_clocks(code: StepCode, gpu: GpuSpec) -> float:
 
 
 def clocks_as_compiled(code: StepCode, gpu: GpuSpec) -> StepClocks:
-    """Return the clocks that a step keeps each unit busy."""
+    """Compute the clocks for which a step keeps each unit busy."""
     rates = rates_of(gpu.arch)
     peak = peak_flops_per_clk(gpu, vector=False)
     if code.rows < rates.full_rate_rows:
@@ -41,12 +41,12 @@ def clocks_as_compiled(code: StepCode, gpu: GpuSpec) -> StepClocks:
             code.exposed / SCHEDULERS, code.exposed_exponentials * LANES / gpu.exp_per_clk_per_sm
         )
         exposed = min(1.0, bare / softmax)
-    more = max(0, code.partial_instructions - code.instructions)
+    additional = max(0, code.partial_instructions - code.instructions)
     return StepClocks(
         tensor=2 * code.multiply_adds / peak,
         exp=exp,
         issue=issue,
-        masking=more / SCHEDULERS,
+        masking=additional / SCHEDULERS,
         smem=code.shared_bytes / SMEM_BYTES_PER_CLK,
         exposed=exposed,
         asynchronous=code.asynchronous,
@@ -56,6 +56,9 @@ def clocks_as_compiled(code: StepCode, gpu: GpuSpec) -> StepClocks:
 
 
 def _local_clocks(words: int) -> float:
-    """Return the clocks that words of all warps take to or from local memory: it is cached in L1,
-    behind the port of shared memory, and what was spilled is wanted by the next instruction."""
+    """Compute the clocks in which words of all warps move to or from local memory.
+
+    Local memory is cached in L1, behind the port of shared memory. The next instruction needs the
+    spilled word, so nothing hides the clocks.
+    """
     return words * LANES * 4 / SMEM_BYTES_PER_CLK

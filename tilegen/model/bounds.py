@@ -2,8 +2,8 @@
 
 Words are elements. Sources: Saha and Ye, arXiv 2402.07443 (forward); Li et al., arXiv 2410.09397
 (backward); Dao et al., arXiv 2205.14135 (FlashAttention); Smith et al., arXiv 1702.02017 (matrix
-product). The theorems speak of one head and one processor; here H_kv heads run on P processors
-with M words each, which costs the additive term P times and changes nothing else.
+product). The theorems are about one head and one processor. Here H_kv heads run on P processors
+with M words each, which multiplies the additive term by P and changes nothing else.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ from tilegen.model.traffic import Term, terms, total_bytes, total_words
 from tilegen.task import KernelTask, PassTask
 
 # --------------------------------------------------------------------------------------------------
-# What the papers prove: complexities of one head, without constants
+# Theorems of the papers: complexities of one head, without constants
 
 
 def large_cache_complexity(direction: Direction) -> sp.Expr:
     """Return the optimum for M >= d^2, up to a constant.
 
     Forward: Saha and Ye, Theorem 3.1 with Lemmas 3.3 and 3.4 (lower) and FlashAttention, Theorem 2
-    (upper). Backward: Li et al., Theorems 4.1 and 4.2; `N d^3` stems from the gradient of
-    W_Q W_K^T, which a kernel that returns dQ, dK and dV does not compute.
+    (upper). Backward: Li et al., Theorems 4.1 and 4.2. `N d^3` is for the gradient of W_Q W_K^T,
+    which a kernel that returns dQ, dK and dV does not compute.
     """
     return N**2 * d**2 / M if direction == "forward" else (N**2 * d**2 + N * d**3) / M
 
@@ -69,8 +69,8 @@ def small_cache_complexity(direction: Direction) -> sp.Expr:
 def complexity(direction: Direction) -> sp.Expr:
     """Return N d + min(large cache, small cache), up to a constant.
 
-    Saha and Ye, Theorem 3.1; Li et al., Theorem 1.1. The papers leave out the term N d: every input
-    read and every output written once.
+    Saha and Ye, Theorem 3.1; Li et al., Theorem 1.1. The papers omit the term N d, for reading
+    every input and writing every output once.
     """
     return N * d + sp.Min(large_cache_complexity(direction), small_cache_complexity(direction))
 
@@ -82,8 +82,8 @@ def complexity(direction: Direction) -> sp.Expr:
 def largest_subgrid() -> sp.Expr:
     """Return an upper bound on the score entries that 2M/d rows of Q and K together span.
 
-    I query rows and J key rows, I + J = 2M/d, span at most I J entries, and where a mask keeps at
-    most w in a row or column, and g query heads share each key row, at most min(I w, J g w).
+    I query rows and J key rows, I + J = 2M/d, span at most I J entries. If a mask keeps at most w
+    in a row or column, and g query heads share each key row, they span at most min(I w, J g w).
     """
     return sp.Min(M**2 / d_qk**2, 2 * M * w * g / (d_qk * (g + 1)))
 
@@ -98,43 +98,43 @@ def partition_bound() -> sp.Expr:
 
 
 def pattern_bound() -> sp.Expr:
-    """Return LB1G in words: LB1 with what the densest sub-grids of the mask hold, `e_G(2M/d)`, in
-    the place of what its degrees allow. LB1G is never below LB1."""
+    """Return LB1G in words: LB1 with `e_G(2M/d)`, the entries of the densest sub-grids of the mask,
+    instead of an estimate by degrees. LB1G is never below LB1."""
     return partitioned(spanned_by_all_heads().subs(k, 2 * M / d_qk))
 
 
 def partitioned(entries: sp.Expr) -> sp.Expr:
-    """Return the bound in words for parts of the computation that touch 2M words, and complete at
-    most so many entries."""
+    """Return the bound in words if parts of the computation that touch 2M words complete at most
+    `entries` entries each."""
     return M * (H_kv * g * nnz / (entries + 4 * M) - P)
 
 
 def product_bound() -> sp.Expr:
-    """Return LB2 in words, useful for M < 4 d^2: forming S means multiplying Q by K^T.
+    """Return LB2 in words, useful for M < 4 d^2: computing S is a product of Q and K^T.
 
-    Saha and Ye, Theorem 3.7: write each entry of S when it first appears, and the kernel is a
-    matrix product, which moves 2 N_q N_kv d / sqrt(M) - 2 M words (Smith et al.), of which it saves
-    the first read of each entry. The argument counts products, so a mask keeps it valid.
+    Saha and Ye, Theorem 3.7: if each entry of S is written when it first appears, the kernel is a
+    matrix product, which moves 2 N_q N_kv d / sqrt(M) - 2 M words (Smith et al.). The kernel saves
+    the first read of each entry. The argument counts products, so it holds under a mask too.
     """
     entries = H_kv * g * nnz
     return 2 * entries * d_qk / sp.sqrt(M) - entries - 2 * M * P
 
 
 def floor_terms(what: Kernel | Direction, *, values_in_keys: bool = False) -> tuple[Term, ...]:
-    """Return the words that any schedule moves, per key-value head: inputs that matter, and all
-    outputs. Values that are columns of keys move with the keys."""
+    """Return the words that any schedule moves, per key-value head: inputs that affect the result,
+    and all outputs. Values that are columns of the keys move with the keys."""
     moved = terms(FLOORS[what] if what in FLOORS else KERNELS[what].floor)
-    return tuple(one for one in moved if not (values_in_keys and one.tensor == "v"))
+    return tuple(term for term in moved if not (values_in_keys and term.tensor == "v"))
 
 
 def inputs_once(kernel: Kernel, *, values_in_keys: bool = False) -> sp.Expr:
-    """Return the bytes of the inputs that matter to a kernel, each read once."""
+    """Return the bytes of the inputs that affect a kernel's result, each read once."""
     moved = floor_terms(kernel, values_in_keys=values_in_keys)
-    return H_kv * total_bytes(one for one in moved if one.direction == "read")
+    return H_kv * total_bytes(term for term in moved if term.direction == "read")
 
 
 def bytes_of_inputs(task: KernelTask) -> int:
-    """Return the value of `inputs_once` for a task."""
+    """Compute `inputs_once` for a task."""
     size, problem = size_of(task), task.problem
     dims = problem.head_dim_qk, problem.head_dim_v, problem.element_bytes
     inputs = _inputs(task.kernel, task.values_in_keys)
@@ -150,8 +150,8 @@ def _inputs(kernel: Kernel, values_in_keys: bool) -> Callable[..., Any]:
 
 @cache
 def lower_bound(what: Kernel | Direction, *, values_in_keys: bool = False) -> sp.Expr:
-    """Return max(LB1, LB1G, LB2, floor) in words; for a kernel that reads or writes scores, or
-    forms none, the floor alone."""
+    """Return max(LB1, LB1G, LB2, floor) in words. For a kernel that computes no scores, or reads or
+    writes them, return the floor alone."""
     floor = H_kv * total_words(floor_terms(what, values_in_keys=values_in_keys))
     if _floor_alone(what):
         return floor
@@ -164,19 +164,19 @@ def _floor_alone(what: Kernel | Direction) -> bool:
 
 
 def lower_bound_bytes(task: KernelTask | PassTask) -> int:
-    """Return the bytes that every algorithm for a kernel or a pass must move on the device, in a
+    """Compute the bytes that every algorithm for a kernel or pass must move on the device, in a
     whole launch."""
     key = "lower bound", what_of(task), task.device
     return task.memo.once(key, lambda: max(0, math.floor(max(each_bound(task).values()))))
 
 
 def what_of(task: KernelTask | PassTask) -> Kernel | Direction:
-    """Return the name of the kernel or the pass of a task."""
+    """Return the name of a task's kernel or pass."""
     return task.direction if isinstance(task, PassTask) else task.kernel
 
 
 def each_bound(task: KernelTask | PassTask) -> dict[str, float]:
-    """Return the values of `bounds_of` [bytes], whole launch."""
+    """Compute the values of `bounds_of` for a whole launch [bytes]."""
     what, latent, values = what_of(task), task.problem.latent, bound_values(task)
     bounds = _evaluator(what, latent)(*(values[symbol] for symbol in _ARGUMENTS))
     return dict(zip(bounds_of(what, values_in_keys=latent), map(float, bounds), strict=True))
@@ -211,7 +211,7 @@ def bound_values(task: KernelTask | PassTask) -> dict[sp.Symbol, float]:
 
 @cache
 def bounds_of(what: Kernel | Direction, *, values_in_keys: bool = False) -> dict[str, sp.Expr]:
-    """Return LB1, LB1G, LB2 and the floor in bytes of a whole launch; the largest holds."""
+    """Return LB1, LB1G, LB2 and the floor in bytes of a whole launch; the largest applies."""
     moved = floor_terms(what, values_in_keys=values_in_keys)
     floor = {"floor": H_kv * total_bytes(moved)}
     if _floor_alone(what):
@@ -225,7 +225,7 @@ _ARGUMENTS = (H_kv, g, N_q, N_kv, d_qk, d_v, nnz, w, u, w_b, n_q, n_kv, M, P, e)
 
 @cache
 def _evaluator(what: Kernel | Direction, values_in_keys: bool) -> Callable[..., list[float]]:
-    # A list, not its `sp.Max`: SymPy would compare bounds by their symbols, which takes 0.1 s.
+    # A list, not `sp.Max`: SymPy would compare the bounds by their symbols, which takes 0.1 s.
     evaluate: Any = sp.lambdify(
         _ARGUMENTS, [*bounds_of(what, values_in_keys=values_in_keys).values()], modules="math"
     )

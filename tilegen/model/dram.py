@@ -1,10 +1,10 @@
-"""The model applied twice: SMs and L2, exactly; L2 and DRAM, by waves and the order of launch.
+"""The model at two levels: SMs and L2, exactly; L2 and DRAM, by waves and the order of launch.
 
-Fast memory of the second level is L2, and what it holds depends on which programs run together.
+The fast memory of the second level is L2. Its contents depend on the programs that run together.
 Programs start in the order of their ids, n_w at a time (a wave), and stream the rows of their
 key-value head in near lock-step, so a wave reads each of its heads once. A head that the next wave
-reads too comes from L2 if nothing pushed it out in between. The formulas are those of an LRU cache
-under lock-step, averaged over how waves and heads fall on each other.
+reads too comes from L2 unless it was evicted in between. The formulas are those of an LRU cache
+under lock-step, averaged over the positions of waves relative to heads.
 """
 
 from __future__ import annotations
@@ -33,36 +33,36 @@ from tilegen.model.visits import visits
 from tilegen.task import KernelTask, Tiled
 
 Order = Literal["head_major", "interleaved", "heavy_first"]
-"""Orders in which programs start: consecutive programs work on the same key-value head, on
-different heads out of all, or on different heads out of those that start together
+"""Orders in which programs start. Consecutive programs work on the same key-value head, on
+different heads of all, or on different heads of those that start together
 (kernels/launch_order.py)."""
 
 
 def touches(order: Order) -> sp.Expr:
-    """Return how many (wave, head) pairs there are: reads of a head's rows if nothing is kept.
+    """Return the number of (wave, head) pairs: reads of a head's rows if L2 keeps nothing.
 
     Head-major: one per head, and one more for each wave that ends inside a head. Interleaved: every
-    wave meets n_w heads, or all; heavy first, n_w of the h_t heads that start together.
+    wave reads n_w heads, or all; heavy first: n_w of the h_t heads that start together, or all.
     """
     return _touches(_SYMBOLIC, order, _started(order), T_h, n_w)
 
 
 def live_heads(order: Order) -> sp.Expr:
-    """Return h_w, the most heads that programs of one wave read."""
+    """Return h_w, the largest number of heads that programs of one wave read."""
     return _live_heads(_SYMBOLIC, order, _started(order), T_h, n_w)
 
 
 def sweeps(order: Order) -> sp.Expr:
     """Return rho, how often DRAM delivers the rows of a head: between 1 and touches / H_kv.
 
-    Between two reads of a tile, one wave has read the rest of its heads and the next the beginning
-    of its own. Head-major waves meet q + 1 or q + 2 heads, q = floor(n_w / T_h), and share one head
-    with the next: it stays in L2 where C heads fit. In units of gcd(T_h, n_w) a head has S
-    programs, a wave ends R behind a head's end; of S - 1 waves that end inside a head, S - 2R + 1
-    meet few heads on both sides, 2R - S - 1 many, the others some of each. Interleaved, a head
-    returns after H_kv heads, or, where waves are shorter than that, after whole waves. Under a mask
-    a wave reads a part F of a head's rows, so that C / F such parts fit. Heavy first is interleaved
-    over h_t heads at a time.
+    Between two reads of a tile, a wave has read the rest of its heads, and the next wave the
+    beginning of its own. Head-major waves read q + 1 or q + 2 heads, q = floor(n_w / T_h), and
+    share one head with the next wave. That head stays in L2 if these heads are at most C. In units
+    of gcd(T_h, n_w) a head has S programs, and a wave ends R behind a head's end. Of S - 1 waves
+    that end inside a head, S - 2R + 1 read few heads on both sides, 2R - S - 1 read many, and the
+    others some of each. Interleaved: a head returns after H_kv heads, or after whole waves if
+    these are shorter. Under a mask a wave reads a part F of a head's rows, so that L2 holds C / F
+    such parts. Heavy first is interleaved over h_t heads at a time.
     """
     return _sweeps(_SYMBOLIC, order, _started(order), T_h, n_w, C, F)
 
@@ -75,8 +75,7 @@ def _started(order: Order) -> sp.Symbol:
 class _Arithmetic:
     """The operations of the formulas, for symbols or for numbers.
 
-    `propose` evaluates the formulas as numbers for its first problem, before SymPy could have
-    compiled them.
+    Numbers are for the first problem of `propose`: SymPy takes longer to compile the formulas.
     """
 
     ceil: Callable[[Any], Any]
@@ -149,33 +148,33 @@ def _sweeps(
 
 @dataclass(frozen=True, kw_only=True)
 class Levels:
-    """Bytes that one launch moves at both levels, and why."""
+    """Bytes that one launch moves at both levels, and the quantities that determine them."""
 
     l2_bytes: int
     """Bytes between SMs and L2, both directions. Exact."""
     dram_bytes: int
     """Bytes between L2 and DRAM, both directions."""
     dram_bound_bytes: int
-    """Bytes that any algorithm moves at least, with L2 and all SMs as fast memory."""
+    """Bytes that any algorithm must move, with L2 and all SMs as fast memory."""
     in_flight: int
     """Programs of a wave."""
     started: int
-    """Key-value heads whose programs start together; all where programs run head after head."""
+    """Key-value heads whose programs start together; all heads if programs run head after head."""
     live_heads: int
-    """Most key-value heads that a wave reads."""
+    """Largest number of key-value heads that a wave reads."""
     heads_in_l2: float
     """Key-value heads whose streamed rows fit into L2."""
     part_of_head: float
-    """Part of a head's streamed rows that one wave reads: 1, or less under a mask."""
+    """Part of a head's streamed rows that a wave reads: 1, or less under a mask."""
     sweeps: float
-    """Times that DRAM delivers streamed rows."""
+    """Number of times that DRAM delivers streamed rows."""
 
 
 def levels(tiled: Tiled, *, order: Order | None = None) -> Levels:
     """Compute the bytes that one launch moves at both levels.
 
-    `order` says what another order than that of the emitted kernel would cost. Raises Unsupported
-    for kernels that take head dims in slices.
+    `order` replaces the order of the emitted kernel, to compute the cost of another. Raises
+    Unsupported for kernels that take head dims in slices.
     """
     task, device = tiled.task, tiled.device
     if task.spec.sliced:
@@ -208,21 +207,21 @@ def order_of(task: KernelTask) -> Order:
 def dram_bytes(tiled: Tiled, *, in_flight: int, order: Order | None = None) -> int:
     """Compute the bytes between L2 and DRAM.
 
-    Stationary rows move once, streamed rows `sweeps` times, but never more often than they cross
-    from L2 to the SMs (which is less where a mask leaves each program a part of the rows).
+    Stationary rows move once. Streamed rows move `sweeps` times, but never more often than from L2
+    to the SMs, which is less if a mask leaves each program a part of the rows.
     """
     return _between(tiled.spec.loop, tiled, traffic(tiled), in_flight, order)
 
 
 @singledispatch
 def _between(loop: Loop, tiled: Tiled, moved: Traffic, in_flight: int, order: Order | None) -> int:
-    """Compute the bytes between L2 and DRAM of a kind of loop."""
+    """Compute the bytes between L2 and DRAM for a kind of loop."""
     raise NotImplementedError(loop)
 
 
 @_between.register
 def _(loop: OverRows, tiled: Tiled, moved: Traffic, *_: Any) -> int:
-    # The kernel before has just written what a kernel that joins splits reads.
+    # A kernel that joins splits reads results that the kernel before it has just written to L2.
     held = tiled.device.l2_bytes if loop.joins else 0
     return max(0, moved.read_bytes - held) + moved.write_bytes
 
@@ -231,7 +230,7 @@ def _(loop: OverRows, tiled: Tiled, moved: Traffic, *_: Any) -> int:
 def _(loop: Whole, tiled: Tiled, moved: Traffic, in_flight: int, order: Order | None) -> int:
     task = tiled.task
     if loop.splits:
-        # Inputs move once: programs that stream a split are neighbours, and L2 holds the split.
+        # Inputs move once: programs that stream a split are adjacent, and L2 holds the split.
         return moved.write_bytes + min(moved.read_bytes, bytes_of_inputs(task))
     streams = _streams(tiled, in_flight, order)
     rows = streams.heads * task.problem.group_size * visits(tiled).rows
@@ -242,11 +241,11 @@ def _(loop: Whole, tiled: Tiled, moved: Traffic, in_flight: int, order: Order | 
 
 @_between.register
 def _(loop: Sliced, tiled: Tiled, moved: Traffic, *_: Any) -> int:
-    """Compute the bytes of a kernel that takes head dims in slices; a kernel of panels that adds to
-    nothing in memory moves no more there than at L2.
+    """Compute the bytes of a kernel that takes head dims in slices.
 
-    Inputs and outputs move once, what streams again with every panel unless L2 holds it besides the
-    panel. A panel that L2 does not hold is written and read back once.
+    Inputs and outputs move once. Streamed inputs move again with every panel unless L2 holds them
+    besides the panel. A panel that L2 does not hold is written and read back once. A kernel of
+    panels that does not add to memory moves at most its bytes between SMs and L2.
     """
     task = tiled.task
     key = "slices in DRAM", task.kernel, task.device
@@ -264,7 +263,7 @@ def _most_of_slices(task: KernelTask, loop: Sliced) -> int:
         return (rows + columns) * size + 4 * task.heads_q * problem.seqlen_q
     of_panel = task.panel_rows
     held = of_panel * problem.seqlen_kv * size * panels_at_once(task.direction)
-    moved = sum(one.tensor in PANELS for one in task.spec.traffic)
+    moved = sum(term.tensor in PANELS for term in task.spec.traffic)
     panels = 0 if held <= l2_bytes else moved * task.heads_q * mask.entries
     sweeps = 1
     if loop.stays == "rows" and held + problem.seqlen_kv * width * size > l2_bytes:
@@ -273,7 +272,7 @@ def _most_of_slices(task: KernelTask, loop: Sliced) -> int:
 
 
 def dram_bound_bytes(task: KernelTask) -> int:
-    """Return the lower bound in bytes with L2 and everything on all SMs as one fast memory."""
+    """Compute the lower bound in bytes with L2 and all memory on SMs as one fast memory."""
     device = task.device
     one_memory = replace(
         device,
@@ -291,7 +290,7 @@ class _Streams:
 
     heads: int
     started: int
-    """Key-value heads whose programs start together; all where programs run head after head."""
+    """Key-value heads whose programs start together; all heads if programs run head after head."""
     order: Order
     programs: int
     """Programs of each key-value head."""
@@ -333,12 +332,12 @@ def _streams(tiled: Tiled, in_flight: int, order: Order | None) -> _Streams:
 
 
 def _rows_seen(task: KernelTask, programs: int, together: int) -> float:
-    """Compute the mean number of rows that `together` neighbouring programs of a head stream, as if
-    they were one tile."""
+    """Compute the mean number of rows that `together` adjacent programs of a head stream, treating
+    them as one tile."""
     problem, mask, side = task.problem, task.problem.mask, task.spec.stays
     block = together * -(-task.lengths[0] // programs)
     fine = 1
-    if not is_solved(mask, side):  # counted from lists, which are put together from smaller tiles
+    if not is_solved(mask, side):  # counted from lists, which are made of smaller tiles
         fine = FINE[0]
         block = fine * max(1, round(block / fine))
     block_m, block_n = task.spec.loop.sides(block, fine)

@@ -1,5 +1,5 @@
-"""Records about a config: `CostEstimate` is the model's, `Compiled` a compiler's, and `Candidate`
-has the config with its reason."""
+"""Records about a config: the model's estimate, a compiler's results, and the candidate that holds
+both with a reason."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from tilegen.model.resources import Resources
 
 @dataclass(frozen=True, kw_only=True)
 class CostEstimate:
-    """Predicted cost of one kernel launch: all batches and heads."""
+    """Predicted cost of one kernel launch over all batches and heads."""
 
     kernel: Kernel
     config: TileConfig
     read_bytes: int
-    """Bytes the SMs load from L2. Exact."""
+    """Bytes that SMs load from L2. Exact."""
     write_bytes: int
-    """Bytes the SMs store to L2. Exact."""
+    """Bytes that SMs store to L2. Exact."""
     dram_bytes: int
-    """Bytes between L2 and DRAM, both directions: a model of what L2 keeps."""
+    """Bytes between L2 and DRAM in both directions, by a model of L2."""
     lower_bound_bytes: int
-    """Bytes that any algorithm moves at least, with this GPU's on-chip memory."""
+    """Bytes that any algorithm must move with this GPU's on-chip memory."""
     smem_bytes: int
     """Shared memory of one program [bytes]."""
     registers: int
@@ -32,42 +32,41 @@ class CostEstimate:
     seconds: float
     """Predicted time of the launch [s]."""
     limit: str
-    """The largest of `terms`: what the kernel waits for."""
+    """The largest of `terms`, which limits the kernel."""
     terms: tuple[tuple[str, float], ...]
     """(name, seconds) of every roofline term."""
     waves: float
-    """Programs over programs resident at once."""
+    """Programs divided by the programs resident at once."""
     cost: float
-    """Seconds by which configs are ranked: see `time.Time`."""
+    """Seconds by which configs are ranked; see `time.Time`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """Resources that compiling a config found, in this process or in an earlier one. Nothing has
-    run."""
+    """Results of compiling a config, in this process or an earlier one. The kernel has not run."""
 
     triton: str
     """Version of Triton that compiled the config."""
     resources: Resources | None = None
-    """Resources of the kernel; None where the config did not compile."""
+    """Resources of the kernel; None if the config did not compile."""
     seconds: float | None = None
-    """Predicted time [s] with these resources, and with what the machine code issues; None where
-    the config did not compile."""
+    """Predicted time [s] with these resources and the instructions of the machine code; None if the
+    config did not compile."""
     objection: str
-    """Reason for which no call uses the config; empty where calls may."""
+    """The reason why calls do not use the config; empty if they may."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One proposed config."""
+    """A proposed config."""
 
     kernel: Kernel
     """Name of the kernel."""
     config: TileConfig
-    """The tiles and launch options proposed."""
+    """The proposed tiles and launch options."""
     estimate: CostEstimate
-    """Predicted time, traffic and use of the chip, by the model alone."""
+    """Predicted time, traffic and footprint, by the model alone."""
     reason: str
-    """One sentence: why this tile, by the model alone."""
+    """The reason for this tile in a sentence, by the model alone."""
     compiled: Compiled | None = None
-    """Resources that a compiler found; None where no compiler was asked here."""
+    """Results of compiling the config; None if it was not compiled here."""

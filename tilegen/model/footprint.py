@@ -1,8 +1,9 @@
-"""Footprint of one program of an emitted kernel on chip, as Triton compiles it.
+"""Predict the on-chip footprint of one program of an emitted kernel, as Triton compiles it.
 
-Two pools, not one M: shared memory, by rules about where Triton keeps operands, and registers, by a
-fit over all kernels; on_chip.py reads both from tables. Neither pool decides: a config is used only
-if it compiles to what may be used (see `tilegen.compiling.acceptable`).
+There are two pools, not one M: shared memory, by rules about Triton's placement of operands, and
+registers, by a fit over all kernels. on_chip.py reads both from tables. The footprint is not the
+last word: a config is used only if it compiles to a usable kernel
+(`tilegen.compiling.acceptable`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from tilegen.task import Tiled
 
 
 def footprint(tiled: Tiled) -> Footprint:
-    """Predict the resources that one program of an emitted kernel needs; for all lengths."""
+    """Predict the resources of one program of an emitted kernel; the same for all lengths."""
     return tiled.by_config("footprint", lambda: _footprint(tiled))
 
 
@@ -53,11 +54,11 @@ def _footprint(tiled: Tiled) -> Footprint:
 
 
 def _shared_whole(rules: Family, work: Step, tiled: Tiled) -> int:
-    """Return the bytes of shared memory of a kernel that holds head dims whole.
+    """Compute the shared memory of a kernel that holds head dims whole [bytes].
 
-    Kept operands pass through it, and stay there where matrix instructions read them in place; the
-    pipeline keeps whole streamed tiles. Otherwise operands live in registers, and the score tile
-    goes through shared memory only where its layout does not suit the second product.
+    Stationary operands pass through it, and stay there if matrix instructions read them in place;
+    the pipeline keeps whole streamed tiles. Otherwise operands live in registers, and the score
+    tile goes through shared memory only if its layout does not suit the second product.
     """
     problem, config = tiled.problem, tiled.config
     size = problem.element_bytes
@@ -69,7 +70,7 @@ def _shared_whole(rules: Family, work: Step, tiled: Tiled) -> int:
         return max(work.rows * chunk, work.columns * (buffered + work.rows)) * size
     vectors, buffers = 0, _buffers(rules, config, in_place=in_place)
     if not buffers:
-        # One tile at a time; the backward needs each twice, the second time in another layout.
+        # One tile at a time; a backward needs each tile twice, the second time in another layout.
         again = 1.5 if work.reads == 2 and not (in_place or exact) else 1.0
         widest = max(sum(chunks(dim)) for dim in problem.head_dims.values())
         buffered = widest if work.reads == 1 else width * again
@@ -77,49 +78,49 @@ def _shared_whole(rules: Family, work: Step, tiled: Tiled) -> int:
         buffered = buffers * width
         vectors = 4 * work.numbers * buffers * work.columns
         if in_place:
-            split = len(work.passing) > 2  # then the wider chunks are kept once more again
+            split = len(work.passing) > 2  # then the wider chunks are kept once more
             copied = width + 2 * max(work.passing) * split
             buffered += rules.once_more.get(tiled.spec.fitted_as, 0.0) * copied
             if rules.tensor_memory and tiled.task.values_in_keys:
-                buffered += 2 * problem.head_dim_v  # columns of keys, laid out again in two buffers
+                buffered += 2 * problem.head_dim_v  # columns of keys, in another layout, twice
     staged = exact or (not in_place and work.rows < min(work.results))
     words = work.kept + work.columns * buffered + work.scores * staged
     overhead = rules.smem_overhead if in_place else 0
-    if overhead and not buffers:  # then sums of rows across warps are not where tiles have been
+    if overhead and not buffers:  # sums of rows across warps cannot reuse the memory of tiles
         overhead = max(overhead, 4 * min(work.rows, TENSOR_MEMORY_LANES) * config.num_warps)
     smem = math.ceil(words * size) + vectors + overhead
     if in_place and rules.tensor_memory:
         return smem
-    # Results in fp32 are laid out for their stores where everything else has been.
+    # fp32 results are laid out for their stores in the same memory, after everything else.
     return max(smem, work.stored_bytes)
 
 
 def _shared_sliced(rules: Family, work: Step, tiled: Tiled) -> int:
-    """Return the bytes of shared memory of a kernel that takes head dims in slices: slices in
-    flight, or whatever is larger, before the loop or after it."""
+    """Compute the shared memory of a kernel that takes head dims in slices [bytes]: slices in
+    flight, or more if it needs more before or after the loop."""
     config, size = tiled.config, tiled.problem.element_bytes
     in_place = in_place_of(rules, work, size)
     buffers = _buffers(rules, config, in_place=in_place)
     smem = max(1, buffers) * work.loaded * size
-    if work.scores:  # values come whole, and weights are laid out for them
+    if work.scores:  # values come whole, and weights are laid out for their product
         smem = max(smem, (work.columns * sum(work.results) + work.scores) * size)
     elif work.changed and not in_place:
         smem += work.changed * size
     elif work.weighted and buffers and rules.tensor_memory:
-        smem -= work.changed * size  # weights go on to tensor memory: one buffer less
+        smem -= work.changed * size  # weights move to tensor memory: one buffer less
     smem += 8 * config.block_m  # maxima in flight, and the scratch of reductions over rows
     return max(smem, work.stored_bytes)
 
 
 def _buffers(rules: Family, config: TileConfig, *, in_place: bool) -> int:
-    """Return the passing tiles that a pipeline holds, 0 where there is none."""
+    """Count the streamed tiles that the pipeline holds; 0 without a pipeline."""
     if config.num_stages == 1 or not rules.pipelines:
         return 0
     return config.num_stages if in_place else config.num_stages - 1
 
 
 def _columns(rules: Family, work: Step, element_bytes: int) -> int:
-    """Return columns of tensor memory: results and scores, and one score tile in 16 bits."""
+    """Count columns of tensor memory: results and scores, and one score tile in 16 bits."""
     if not rules.tensor_memory or not work.products or not in_place_of(rules, work, element_bytes):
         return 0
     tiles = work.score_tiles + 0.5 if work.kept else work.score_tiles
@@ -127,9 +128,9 @@ def _columns(rules: Family, work: Step, element_bytes: int) -> int:
 
 
 BARRIERS, ALIGNED_BARRIERS = 128, 1024
-"""Bytes, at most, of the barriers that tell when tiles have come through descriptors; the second is
-for tiles that matrix instructions read in place, which are aligned to 1024. The overhead that such
-tiles have without descriptors includes barriers."""
+"""Most memory for the barriers that signal tiles loaded through descriptors [bytes]. The second is
+for tiles that matrix instructions read in place, which are aligned to 1024. The overhead of such
+tiles without descriptors already includes barriers."""
 
 REGISTER_FEATURES = (
     "constant",
@@ -140,23 +141,23 @@ REGISTER_FEATURES = (
     "vectors",
     "slices",
 )
-"""Contents of one thread's registers, in this order: addresses and counters; fp32 results; fp32
-score tiles; an operand that changes before its product (16-bit operands only); operands that stay
-in registers (in IEEE fp32: those of a product's multiply-adds, all unrolled); 16-byte vectors that
-a step loads (their addresses, and data in flight); 1 for loads of several slices in one step."""
+"""Contents of a thread's registers, in this order: addresses and counters; fp32 results; fp32 score
+tiles; an operand that changes before its product (16-bit operands only); operands that stay in
+registers (in IEEE fp32: those of a product's multiply-adds, all unrolled); 16-byte vectors that a
+step loads (their addresses, and data in flight); 1 if a step loads several slices."""
 
 
 def register_features(
     work: Step, element_bytes: int, warps: int, arch: str, descriptors: bool = False
 ) -> tuple[float, ...]:
-    """Compute the factors of the register fit, in the order of REGISTER_FEATURES. Tiles that are
-    streamed through descriptors have no addresses, and no thread has their data in flight."""
+    """Compute the factors of the register fit, in the order of REGISTER_FEATURES. Tiles streamed
+    through descriptors need no registers for addresses or for data in flight."""
     rules = family(arch)
     threads = threads_of(arch, warps)
     exact, in_place = element_bytes == 4, in_place_of(rules, work, element_bytes)
     repeated = repetition(work, element_bytes, warps, arch)
     if exact:
-        operands = max(one.operands_of_thread(threads) for one in work.products)
+        operands = max(product.operands_of_thread(threads) for product in work.products)
     else:
         operands = 0 if in_place else work.kept * element_bytes / 4 / threads
     return (
@@ -171,7 +172,7 @@ def register_features(
 
 
 def _registers(rules: Family, work: Step, tiled: Tiled) -> int:
-    """Return the registers of a thread, had it no limit."""
+    """Predict the registers of a thread without a limit."""
     config, arch, size = tiled.config, tiled.device.arch, tiled.problem.element_bytes
     threads = threads_of(arch, config.num_warps)
     if not work.products:
@@ -179,15 +180,15 @@ def _registers(rules: Family, work: Step, tiled: Tiled) -> int:
     features = register_features(work, size, config.num_warps, arch, config.descriptors)
     fit = rules.registers["fp32" if size == 4 else "16"]
     registers = math.ceil(sum(a * b for a, b in zip(fit, features, strict=True)))
-    unrolled = max(one.multiply_adds for one in work.products) / threads
+    unrolled = max(product.multiply_adds for product in work.products) / threads
     if size == 4 and unrolled > MAX_UNROLLED:
         registers = max(registers, 2 * max_registers(arch, config.num_warps))
     return registers
 
 
 def repetition(work: Step, element_bytes: int, warps: int, arch: str) -> float:
-    """Return the times that a score tile is computed: repeated where warps outnumber its parts, but
-    not from tensor memory, where one instruction of the program forms it."""
+    """Compute how often a score tile is computed. It is repeated if warps outnumber its parts, but
+    not with tensor memory, where one instruction of the program computes it."""
     rules = family(arch)
     in_place = in_place_of(rules, work, element_bytes)
     if element_bytes == 4 or not work.scores or (in_place and rules.tensor_memory):
@@ -198,14 +199,14 @@ def repetition(work: Step, element_bytes: int, warps: int, arch: str) -> float:
 
 
 def divides_rows(work: Step, element_bytes: int, arch: str) -> bool:
-    """True where warps divide a score tile along its rows; False: across, where it is wide and
-    low."""
+    """Check whether warps divide a score tile along its rows. They divide a wide and low tile along
+    its columns."""
     return in_place_of(family(arch), work, element_bytes) or work.rows >= min(work.results)
 
 
 def result_repetition(work: Step, element_bytes: int, warps: int, arch: str) -> float:
-    """Return the times that a result which the loop adds up is computed: as often as scores where
-    warps in excess share its rows, once where they divide it by columns."""
+    """Compute how often an accumulated result is computed: as often as scores if surplus warps
+    share its rows, once if they divide it by columns."""
     in_place = in_place_of(family(arch), work, element_bytes)
     if in_place or not divides_rows(work, element_bytes, arch):
         return 1.0
@@ -213,12 +214,12 @@ def result_repetition(work: Step, element_bytes: int, warps: int, arch: str) -> 
 
 
 def executed(work: Step, element_bytes: int, warps: int, arch: str) -> float:
-    """Return the multiply-adds of a step that matrix instructions do, repeated ones included."""
+    """Count the multiply-adds that matrix instructions do in a step, including repeated ones."""
     of = work, element_bytes, warps, arch
     times = {True: repetition(*of), False: result_repetition(*of)}
-    return sum(times[one.scores] * one.multiply_adds for one in work.products)
+    return sum(times[x.scores] * x.multiply_adds for x in work.products)
 
 
 def in_place_of(rules: Family, work: Step, element_bytes: int) -> bool:
-    """True where matrix instructions read operands in shared memory."""
+    """Check whether matrix instructions read operands in shared memory."""
     return 0 < rules.rows_in_place <= work.rows and element_bytes < 4

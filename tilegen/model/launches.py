@@ -1,4 +1,4 @@
-"""Programs and steps of a kernel over a whole problem, in one launch or in one for each panel."""
+"""Count launches, programs and steps of a kernel over a whole problem, or over its panels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Launches:
     """Launches, programs and steps of a kernel for a problem."""
 
     count: int
-    """Equal launches, in sequence."""
+    """Equal launches, one after the other."""
     programs: int
     """Programs of all launches."""
     steps: int | Fraction
@@ -35,7 +35,7 @@ class Launches:
 
 
 def launches(tiled: Tiled) -> Launches:
-    """Count the programs and steps of a config; programs of a panel are assumed equally long."""
+    """Count the programs and steps of a config; assumes equal programs within a panel."""
     return tiled.by_tile("launches", lambda: _launches(tiled))
 
 
@@ -45,12 +45,12 @@ def _launches(tiled: Tiled) -> Launches:
         return _over_panels(tiled, spec.sliced)
     tiles, in_turn = task.heads_kv * task.heads_of_group, 1
     programs, longest = counts.programs, counts.longest
-    if spec.masked:  # programs of splits that the mask leaves nothing end at once
+    if spec.masked:  # programs of splits without kept pairs end at once
         splits = splits_of(tiled)
         tiles = task.heads_kv * splits.tiles_of_group
         programs = splits.programs
         longest = splits.longest if spec.shares else min(longest, splits.longest)
-        # The query heads whose rows pass by one tile, one head after the other.
+        # A tile streams the rows of these query heads, one head after the other.
         in_turn = task.problem.group_size // task.heads_of_group
     return Launches(
         count=1,
@@ -83,20 +83,22 @@ def _over_panels(tiled: Tiled, loop: Sliced) -> Launches:
 
 
 def kept_entries(task: KernelTask) -> int:
-    """Count the scores of all heads that the mask keeps: programs take a step, at least, for each
-    tile that they would fill; 0 where a step is no tile of scores."""
+    """Count the scores of all heads that the mask keeps; 0 if a step is not a tile of scores.
+
+    Programs take at least one step for each tile that these scores would fill.
+    """
     if not task.spec.is_fused:
         return 0
     return task.heads_q * size_of(task).entries
 
 
 def _panels(task: KernelTask) -> tuple[int, int]:
-    """Count panels, and the key-value heads of each, added up."""
+    """Count panels, and the sum of their key-value heads."""
     group_size, seqlen_q = task.problem.group_size, task.problem.seqlen_q
     heads, rows = task.heads_q, task.panel_rows
     of_one_head = rows < 2 * seqlen_q
-    alike = list(
+    parts = list(
         panels(1, 1, seqlen_q, rows) if of_one_head else panels(heads, group_size, seqlen_q, rows)
     )
     times = heads if of_one_head else 1
-    return times * len(alike), times * sum(-(-panel.num_heads // group_size) for panel in alike)
+    return times * len(parts), times * sum(-(-panel.num_heads // group_size) for panel in parts)

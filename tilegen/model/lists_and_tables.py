@@ -1,9 +1,8 @@
-"""Footprint that lists of tiles, trees, captured tensors and dropout add to that of a kernel.
+"""Footprint that lists of tiles, trees, captured tensors and dropout add to a kernel.
 
-The rules were seen in compiled kernels (Triton 3.7.1): a load whose address another load gives is
-pipelined one stage deeper, and tiles of a captured table are buffered like those of keys and
-values. Drawing takes up to 2 registers a score where there are some left, and fewer where there are
-none.
+The rules were observed in compiled kernels (Triton 3.7.1). A load whose address comes from another
+load is pipelined one stage deeper, and tiles of a captured table are buffered like those of keys
+and values. Dropout takes up to 2 registers a score if registers are free, and fewer otherwise.
 """
 
 from __future__ import annotations
@@ -17,24 +16,25 @@ from tilegen.masks.unlisted import is_surely_solved
 from tilegen.task import KernelTask, Tiled
 
 DRAWN_REGISTERS = 0.75
-"""Registers of a thread that dropout takes for each of its scores."""
+"""Registers of a thread that dropout takes per score."""
 
 
 def lists_and_tables(tiled: Tiled) -> tuple[int, int]:
-    """Return bytes of shared memory and registers of a thread on top of those of a plain mask."""
+    """Return shared memory [bytes] and registers of a thread in addition to those of a plain
+    mask."""
     task, spec, problem, config = tiled.task, tiled.spec, tiled.problem, tiled.config
     memo = task.lengthless.memo
     smem = registers = 0
     if memo.once(("listed", spec.stays), lambda: _is_listed(task)):
-        if spec.stays == "columns":  # whose steps look up the next tile: a table's bytes of a tile
+        if spec.stays == "columns":  # the next tile is looked up ahead: as many bytes as its pairs
             smem += config.block_m * config.block_n
         else:
             width = config.block_d or problem.head_dim_qk + problem.head_dim_v
             smem += config.block_n * width * problem.element_bytes
     whole = spec.whole
     if whole and trees_of(problem.mask):
-        # Where matrix instructions read shared memory, a forward was seen to keep a tile of keys
-        # more, and a backward the table's bytes of a tile.
+        # Where matrix instructions read shared memory, forwards were observed to keep one more tile
+        # of keys, and backwards a tile of the table.
         keys = problem.head_dim_qk * problem.element_bytes
         smem += config.block_n * (keys if "out" in whole.accumulates else config.rows)
     if problem.score and problem.score.changes:
@@ -43,7 +43,7 @@ def lists_and_tables(tiled: Tiled) -> tuple[int, int]:
         tables = memo.once("tables of the score", lambda: _tables(score))
         smem += config.num_stages * scores * sum(tables)
         trained = spec.trains and bool(problem.score.trained)
-        # A looked-up table keeps tiles of scores alive: its own, and in a backward its slope.
+        # A look-up in a table keeps tiles of scores alive: its own, and in a backward its slope.
         alive = len(tables) * (spec.score_tiles + trained)
         registers += alive * scores // (32 * config.num_warps)
     if task.draws:
@@ -55,16 +55,16 @@ def lists_and_tables(tiled: Tiled) -> tuple[int, int]:
 def _is_listed(task: KernelTask) -> bool:
     mask = task.problem.mask
     if is_surely_solved(mask):
-        return False  # known without SymPy, which a call that finds its kernels does not load
+        return False  # decided without SymPy, which cached calls do not load
     from tilegen.masks.tiles.tile_ranges import is_solved
 
     return not is_solved(mask, task.spec.stays)
 
 
 def _tables(score: ScoreForm) -> tuple[int, ...]:
-    """Return the bytes of an element of each table that is looked up by row and column."""
-    found = re.findall(r"t(\d+)\[([^\]]*)\]", score.text)
-    both = (int(slot) for slot, index in found if {"q", "k"} <= set(re.findall(r"\b\w\b", index)))
+    """Return the element size of each table that is indexed by row and column [bytes]."""
+    reads = re.findall(r"t(\d+)\[([^\]]*)\]", score.text)
+    both = (int(slot) for slot, index in reads if {"q", "k"} <= set(re.findall(r"\b\w\b", index)))
     slots = set(both)
     sizes = (re.sub(r"\D", "", ELEMENTS[score.elements[slot]]) for slot in sorted(slots))
     return tuple(int(bits) // 8 for bits in sizes)

@@ -1,4 +1,4 @@
-"""Size of a mask, a bipartite graph of query and key-value rows."""
+"""Count the entries, rows and columns of a mask, seen as a bipartite graph."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tilegen.masks.tiles.tile_ranges import TileRanges, is_solved, tile_ranges
 from tilegen.task import KernelTask, PassTask
 
 TILE = 64
-"""Side of the tiles that entries of masks without a closed form are counted by."""
+"""Side of the tiles by which entries of masks without a closed form are counted."""
 _MAX_BANDS = 2**14
 
 Numbers = NDArray[np.int64]
@@ -22,44 +22,44 @@ Numbers = NDArray[np.int64]
 class MaskSize:
     """A mask as a bipartite graph of query and key-value rows; exact for up to 16384 of each.
 
-    Longer masks are counted in bands: `entries`, `rows` and `columns` may come out too small and
-    `degree` too large, which keeps the bounds valid.
+    Longer masks are counted in bands: `entries`, `rows` and `columns` may be too small and `degree`
+    too large, so the bounds stay valid.
     """
 
     entries: int
     rows: int
-    """Query rows that keep anything."""
+    """Query rows that keep an entry."""
     columns: int
     """Key-value rows that some query keeps."""
     degree: int
-    """Most entries in one row or one column; at least 1."""
+    """Most entries in a row or column; at least 1."""
 
 
 @dataclass(frozen=True, eq=False)
 class Bands:
-    """Rows that keep anything, or columns that are kept, in bands of neighbours; each array has one
-    number for each band."""
+    """Rows that keep an entry, or columns that are kept, in bands of neighbours. Each array has one
+    number per band."""
 
     first: Numbers
-    """The lowest row of each band."""
+    """The first row of each band."""
     size: Numbers
     """The number of rows of each band."""
     degree: Numbers
-    """Entries that a row of the band keeps, at most."""
+    """The largest number of entries that a row of the band keeps."""
     low: Numbers
     end: Numbers
-    """The columns that the rows of a band keep lie in `low` to `end` (excluded)."""
+    """The rows of a band keep only columns from `low` to `end` (excluded)."""
 
 
 def size_of(task: KernelTask | PassTask) -> MaskSize:
-    """Return the size of the mask of a task."""
+    """Count the size of a task's mask."""
     problem = task.problem
     lengths = problem.seqlen_q, problem.seqlen_kv
     return task.memo.once("mask size", lambda: mask_size(problem.mask, *lengths))
 
 
 def mask_size(mask: Mask, seqlen_q: int, seqlen_kv: int) -> MaskSize:
-    """Return how many entries, rows and columns a mask keeps."""
+    """Count the entries, rows and columns that a mask keeps."""
     entries, rows, row_degree = _count(mask, "rows", seqlen_q, seqlen_kv)
     _, columns, column_degree = _count(mask, "columns", seqlen_q, seqlen_kv)
     return MaskSize(
@@ -68,7 +68,7 @@ def mask_size(mask: Mask, seqlen_q: int, seqlen_kv: int) -> MaskSize:
 
 
 def bands(mask: Mask, side: Side, seqlen_q: int, seqlen_kv: int) -> Bands | None:
-    """Return the rows of a mask, or its columns; None where they have no closed form."""
+    """Return the bands of a mask's rows or columns; None if they have no closed form."""
     if not is_solved(mask, side):
         return None
     ranges, size = _banded(mask, side, seqlen_q, seqlen_kv)
@@ -79,7 +79,7 @@ def bands(mask: Mask, side: Side, seqlen_q: int, seqlen_kv: int) -> Bands | None
     for lo, hi in (piece for part in ranges.pieces for piece in part):
         low = np.where(hi > lo, np.minimum(low, lo), low)
         end = np.where(hi > lo, np.maximum(end, hi), end)
-    # Where heads have different masks, a band is as large as that of each head.
+    # If heads have different masks, a band covers those of all heads.
     low, end, degree = low.min((0, 1)), end.max((0, 1)), ranges.visited.max((0, 1))
     live = degree > 0
     sizes = np.minimum(size, length - first)
@@ -87,7 +87,7 @@ def bands(mask: Mask, side: Side, seqlen_q: int, seqlen_kv: int) -> Bands | None
 
 
 def _count(mask: Mask, side: Side, seqlen_q: int, seqlen_kv: int) -> tuple[int, int, int]:
-    """Return (entries, stationary indices that keep anything, most entries of one of them)."""
+    """Count (entries, stationary indices that keep an entry, most entries of an index)."""
     length = seqlen_q if side == "rows" else seqlen_kv
     if not is_solved(mask, side):
         return _count_tiles(mask, side, seqlen_q, seqlen_kv)
@@ -100,15 +100,15 @@ def _count(mask: Mask, side: Side, seqlen_q: int, seqlen_kv: int) -> tuple[int, 
 
 
 def _banded(mask: Mask, side: Side, seqlen_q: int, seqlen_kv: int) -> tuple[TileRanges, int]:
-    """Return the tile ranges of bands of rows, or of columns, and the size of a band."""
+    """Return the tile ranges of bands of rows or columns, and the size of a band."""
     band = -(-(seqlen_q if side == "rows" else seqlen_kv) // _MAX_BANDS)
     blocks = {"block_m": band, "block_n": 1} if side == "rows" else {"block_m": 1, "block_n": band}
     return tile_ranges(mask, side, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, **blocks), band
 
 
 def _count_tiles(mask: Mask, side: Side, seqlen_q: int, seqlen_kv: int) -> tuple[int, int, int]:
-    """Count as `_count` does, from whole tiles: at most the true entries and rows, and at least the
-    true degree, so that a bound from them holds."""
+    """Count as `_count` does, from whole tiles. Entries and rows are at most the true ones, and the
+    degree at least the true one, so bounds stay valid."""
     ranges = tile_ranges(
         mask, side, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, block_m=TILE, block_n=TILE
     )

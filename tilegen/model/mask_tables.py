@@ -1,6 +1,6 @@
-"""Elements that kernels read of a mask's tables that are as large as the tiles they are read for.
+"""Count elements of a mask's tables that kernels read, for tables with an element per pair.
 
-Tables with a number for each row or column are small beside what tiles hold, and are not counted.
+Tables with an element per row or column are small beside the tiles, and are not counted.
 """
 
 from __future__ import annotations
@@ -13,20 +13,22 @@ from tilegen.task import Tiled
 
 
 def tree_bytes(tiled: Tiled) -> int:
-    """Compute the bytes that a kernel of whole heads reads of the tables of trees, each as wide as
-    the call has queries: one for each pair of a tile that is masked, and for each head of it."""
+    """Compute the bytes that a kernel with whole heads reads of the tables of trees.
+
+    A kernel reads one byte for each pair of a masked tile and each head of the tile.
+    """
     spec, problem, config = tiled.spec, tiled.problem, tiled.config
     if not (spec.whole and (trees := trees_of(problem.mask))):
         return 0
     heads = problem.num_heads_q
-    if config.heads > 1:  # rows of a tile that are of no head are read for, too
+    if config.heads > 1:  # rows of a tile that belong to no head are read for too
         heads = problem.num_heads_kv * config.heads
     return trees * problem.batch * heads * _masked_cells(tiled)
 
 
 def _masked_cells(tiled: Tiled) -> int:
-    """Count the pairs of all partial tiles inside the sequences; of all visited tiles where the
-    problem is batch-invariant."""
+    """Count the pairs of all partial tiles inside the sequences. For batch-invariant problems all
+    visited tiles count."""
     problem, config, side = tiled.problem, tiled.config, tiled.spec.stays
     if not is_solved(problem.mask, side):
         return 0

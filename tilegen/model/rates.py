@@ -1,5 +1,5 @@
-"""Rates that kernels reach, as parts of a GPU's peaks, and the instructions that they need:
-rates.toml, read."""
+"""Read rates.toml: rates that kernels reach, as parts of a GPU's peaks, and the instructions that
+they need."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tilegen.kernels.spec import KernelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """One family of rates.toml; the fields are described there."""
+    """A family of rates.toml, which describes the fields."""
 
     tensor_efficiency: float
     vector_efficiency: float
@@ -35,8 +35,8 @@ class Rates:
     following_seconds: float
 
     def exposed_of(self, kernel: Kernel) -> float:
-        """Return the part of a kernel's softmax that no matrix product hides; for kernels without
-        a count, the part of the forward."""
+        """Return the part of a kernel's softmax that matrix products do not hide. Kernels without a
+        measured part have the forward's."""
         if isinstance(self.exposed, dict):
             return self.exposed.get(kernel, self.exposed["fwd"])
         return self.exposed
@@ -44,7 +44,7 @@ class Rates:
 
 @dataclass(frozen=True, kw_only=True)
 class Instructions:
-    """Instructions of one thread per unit of work, from rates.toml."""
+    """Instructions of a thread per unit of work, from rates.toml."""
 
     score: float
     masked_score: float
@@ -64,8 +64,8 @@ def rates_of(arch: str) -> Rates:
 
 
 def instructions(spec: KernelSpec) -> Instructions:
-    """Return the instruction counts of a kernel's inner loop; for kernels without counts, those of
-    the forward."""
+    """Return the instruction counts of a kernel's inner loop, or those of the forward if it has
+    none."""
     return _instructions(spec.fitted_as)
 
 
@@ -76,8 +76,8 @@ def _instructions(kernel: str) -> Instructions:
 
 
 def peak_flops_per_clk(gpu: GpuSpec, *, vector: bool) -> float:
-    """Return the FLOPs per clock of a good kernel's matrix products on one SM; with `vector`
-    outside of the tensor cores."""
+    """Compute the FLOPs per clock that matrix products of a good kernel reach on one SM. With
+    `vector` they run outside of the tensor cores."""
     rates = rates_of(gpu.arch)
     peak = (
         gpu.vector_flops_32 * rates.vector_efficiency

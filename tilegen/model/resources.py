@@ -1,5 +1,5 @@
-"""Records of a compiled kernel: the resources that its compiler reports, and the instructions of a
-step by its machine code."""
+"""Records of a compiled kernel: resources by the compiler, and instructions of a step by the
+machine code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tilegen.kernels.config import Kernel
 
 @dataclass(frozen=True, kw_only=True)
 class StepCode:
-    """Instructions of a step of a program, of all its warps together, and bytes that it moves."""
+    """Instructions of a step of a program, over all its warps, and bytes that it moves."""
 
     instructions: int
     exponentials: int
@@ -24,26 +24,27 @@ class StepCode:
     rows: int
     """Rows of the smallest matrix instruction."""
     shared_bytes: int
-    """Bytes to and from shared memory, operands of matrix instructions included."""
+    """Bytes to and from shared memory, including operands of matrix instructions."""
     local: int
-    """Spill loads and stores of the loop [4-byte words a thread]."""
+    """Spill loads and stores in the loop [4-byte words per thread]."""
     exposed: int
-    """Instructions that are issued while no matrix product of the warp is in flight."""
+    """Instructions issued while no matrix product of the warp is in flight."""
     exposed_exponentials: int
     asynchronous: bool
-    """True: a warp goes on while its matrix products run, so that `exposed` counts."""
+    """True: a warp continues while its matrix products run, so `exposed` counts."""
     serialized: bool
-    """True: each matrix instruction is waited for before the next."""
+    """True: each matrix instruction is waited for before the next is issued."""
     partial_instructions: int = 0
-    """Instructions of a step on a partial tile; 0 where the loop is the same."""
+    """Instructions of a step on a partial tile; 0 if there is no separate loop."""
     local_once: int = 0
-    """Spill loads and stores outside of loops, paid once a program [4-byte words a thread]."""
+    """Spill loads and stores outside of loops, once per program [4-byte words per thread]."""
     kernel: Kernel = ""
-    """The kernel to take numbers from that the code does not show; empty: the forward."""
+    """The kernel whose fitted numbers replace those that the code does not show; empty: the
+    forward."""
 
 
-NUMBERS = tuple(one.name for one in fields(StepCode) if one.type == "int" and one.name != "rows")
-"""Names of the fields that add up over steps."""
+NUMBERS = tuple(x.name for x in fields(StepCode) if x.type == "int" and x.name != "rows")
+"""Fields that add up over steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +52,11 @@ class Resources:
     """Resources of a compiled kernel, as its compiler reports them."""
 
     registers: int
-    """32-bit registers of one thread."""
+    """32-bit registers of a thread."""
     spill_bytes: int
-    """Local memory of one thread [bytes]; 0 where nothing spills."""
+    """Local memory of a thread [bytes]; 0 if nothing spills."""
     shared_bytes: int
-    """Shared memory of one program [bytes]."""
+    """Shared memory of a program [bytes]."""
     step_code: StepCode | None = None
-    """Instructions of a step of the inner loop. None where the loop has no matrix instructions,
-    where machine code cannot be read, and on AMD's GPUs, whose units have no rates here."""
+    """Instructions of a step of the inner loop. None if the loop has no matrix instructions or
+    machine code cannot be read, and on AMD GPUs, whose units have no rates here."""

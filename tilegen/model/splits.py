@@ -1,4 +1,4 @@
-"""The splits of a kernel's streamed rows, and the division of a request's keys over them."""
+"""Count the splits of a kernel's streamed rows, and divide a request's keys over them."""
 
 from __future__ import annotations
 
@@ -26,25 +26,24 @@ class Splits:
     count: int
     """Splits of all streamed rows."""
     programs: int | Fraction
-    """Pairs of a stationary tile and a split with tiles that it visits."""
+    """Pairs of a stationary tile and a split in which the tile visits a tile."""
     rows: int | Fraction
-    """Stationary rows inside the sequence, added up over these pairs."""
+    """Sum of the stationary rows inside the sequence over these pairs."""
     tiles_of_group: int
-    """Tiles of the query heads of a key-value head: a tile shared by all of them, or a tile for
-    each."""
+    """Tiles for the query heads of a key-value head: one shared tile, or one per head."""
     longest: int
     """Tiles of the longest split, after masking."""
 
 
 def usual_split(problem: AttentionProblem) -> TileConfig:
-    """Return the splits to assume for a kernel that joins them where none are settled: of 1024
-    rows, near the published optimum of decoding (benchmarks/results/published/README.md)."""
+    """Return the splits to assume for a kernel that joins them if none are chosen yet: 1024 rows,
+    near the published optimum of decoding (benchmarks/results/published/README.md)."""
     heads = packed_heads(problem)
     return TileConfig(block_m=max(1, 16 // heads), block_n=64, heads=heads, split_kv=1024)
 
 
 def splits_of(tiled: Tiled) -> Splits:
-    """Count the splits that a kernel makes, or that it joins."""
+    """Count the splits that a kernel makes or joins."""
     return tiled.by_tile("splits", lambda: _splits(tiled))
 
 
@@ -62,11 +61,11 @@ def _splits(tiled: Tiled) -> Splits:
     count = -(-task.lengths[1] // config.split_kv)
     if task.divided:
         return divided_splits(problem, config, count, tiles_of_group)
-    # A split is visited where any of its tiles is: as if it were a tile itself.
+    # A split is visited if any of its tiles is, as if the split were a tile.
     counts = visits_of(task, *spec.loop.sides(stays, config.split_kv), aligned=False)
     programs, rows = counts.tiles, counts.row_steps
-    # Where the heads of a group visit different tiles, a program takes the heads in turn, and is
-    # launched even where no head visits a tile.
+    # If the heads of a group visit different tiles, a program takes the heads in turn. It is
+    # launched even if no head visits a tile.
     if spec.stays == "columns" and task.memo.once(
         "heads in turn", lambda: ranges_source(problem.mask.general, "columns").per_head
     ):
@@ -81,7 +80,7 @@ def _splits(tiled: Tiled) -> Splits:
 
 
 def _unsplit(tiled: Tiled, tiles_of_group: int) -> Splits:
-    """Return one split of all rows; one for each tile of scores that has a program of its own."""
+    """Count one split of all rows, or one per score tile if each has a program of its own."""
     counts, passing = visits(tiled), tiled.task.lengths[1]
     if tiled.spec.panel == "writes":
         return Splits(
@@ -101,7 +100,7 @@ def _unsplit(tiled: Tiled, tiles_of_group: int) -> Splits:
 
 
 def _shares(tiled: Tiled) -> Splits:
-    """Return the shares of what stays, each of which has a part of all rows that stream."""
+    """Count the shares of the stationary rows. Each share adds to all streamed rows."""
     problem, config = tiled.problem, tiled.config
     stays, streams = tiled.task.lengths
     count = -(-stays // config.split_kv)
@@ -122,8 +121,8 @@ def _shares(tiled: Tiled) -> Splits:
 def divided_splits(
     problem: AttentionProblem, config: TileConfig, count: int, tiles_of_group: int
 ) -> Splits:
-    """Count the splits of requests that all have the problem's keys, and divide them over `count`
-    programs of each tile: the same arithmetic as the emitted kernel's."""
+    """Count the splits of requests that all have the problem's keys, divided over `count` programs
+    of each tile. The arithmetic is that of the emitted kernel."""
     mask, seqlen_q = problem.mask, problem.seqlen_q
     block_m, block_n = config.block_m, config.block_n
     programs = problem.batch * problem.num_heads_kv * tiles_of_group * -(-seqlen_q // block_m)
@@ -135,20 +134,20 @@ def divided_splits(
         over = {"block_m": block_m, "block_n": block, "batch": batch, "heads": heads}
         return tile_ranges(mask, "rows", **lengths, **over).visited
 
-    if is_single(mask, "rows"):  # the tiles that a tile of queries visits are divided
+    if is_single(mask, "rows"):  # divide the tiles that a tile of queries visits
         tiles = visited(block_n)
-        each = np.maximum(np.minimum(usual, -(-tiles // to_fill)), -(-tiles // count))
-        splits, longest = -(-tiles // np.maximum(each, 1)), int(each.max())
-    else:  # all tiles of the request are divided, and a split may visit none of its own
-        every = -(-problem.seqlen_kv // block_n)
-        longest = max(min(usual, -(-every // to_fill)), -(-every // count))
+        tiles_each = np.maximum(np.minimum(usual, -(-tiles // to_fill)), -(-tiles // count))
+        splits, longest = -(-tiles // np.maximum(tiles_each, 1)), int(tiles_each.max())
+    else:  # divide all tiles of the request; a split may then visit none
+        all_tiles = -(-problem.seqlen_kv // block_n)
+        longest = max(min(usual, -(-all_tiles // to_fill)), -(-all_tiles // count))
         splits = visited(longest * block_n)
     rows = np.minimum(block_m, seqlen_q - block_m * np.arange(splits.shape[-1], dtype=np.int64))
-    alike = splits.shape[0] * splits.shape[1]
+    masks = splits.shape[0] * splits.shape[1]
     return Splits(
         count=count,
-        programs=mean_of(int(splits.sum()), alike),
-        rows=mean_of(int((rows * splits).sum()), alike),
+        programs=mean_of(int(splits.sum()), masks),
+        rows=mean_of(int((rows * splits).sum()), masks),
         tiles_of_group=tiles_of_group,
         longest=longest,
     )

@@ -1,19 +1,19 @@
-"""Number of score entries that any I query and J key-value rows have in common, at most.
+"""Bound the number of score entries in a sub-grid of I query and J key-value rows.
 
 The mask is a bipartite graph G, and `e_G(k)` the largest number of its entries in a sub-grid with
 I + J <= k. A launch has H_kv times the same graph, in which g query heads share the columns of a
-key-value head. Lower bounds follow from anything that `e_G(k)` does not exceed; here it is the
-least of three, each proved where it is defined:
+key-value head. Lower bounds on traffic follow from any upper bound of `e_G(k)`. Here it is the
+smallest of three, each proved where it is defined:
 
     k^2 / 4       no sub-grid has more than I J entries
-    u k           each of its rows and columns together has u entries at most, on average
+    u k           on average each row and column has at most u entries
     band(k)       the mask keeps w_b differences of query and key-value row, and no others
 
 A sub-grid of many heads, or of many documents, with k_1, ..., k_n rows and columns in each, has
-`e(k_1) + ... + e(k_n) <= k max e(k_i) / k_i` entries. So what holds for one head holds for all
-together where it rises with k when divided by k, as the first two do. So does band(k) from
-k = 2 nu on, where it is less than the first, unless nu^2 < g / 4; but then it exceeds nu k, which
-the degrees within the band prove.
+`e(k_1) + ... + e(k_n) <= k max e(k_i) / k_i` entries. So a bound for one head holds for all
+together if the bound divided by k does not fall with k, as for the first two. The same is true of
+band(k) from k = 2 nu on, where it is less than the first, unless nu^2 < g / 4. But then it exceeds
+nu k, which follows from the degrees within the band.
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ from tilegen.model.mask_size import Bands, Numbers, bands, mask_size
 from tilegen.model.symbols import N, N_kv, N_q, g, k, p, u, w_b
 
 PRECISION = 1e-6
-"""Part by which a density that is found in steps is rounded up, so that it holds."""
+"""Relative amount by which a density found by iteration is rounded up, so that it is a bound."""
 MAX_PARTS = 256
-"""Parts of a mask that are looked at one by one, at most: a mask that falls into more is taken
-whole."""
+"""Most parts of a mask that are examined one by one; a mask with more parts is taken as a whole."""
 
 
 def spanned_by_all_heads() -> sp.Expr:
@@ -46,18 +45,18 @@ def spanned_by_all_heads() -> sp.Expr:
 def within_band() -> sp.Expr:
     """Return `k^2 / 4 - max(0, k / 2 - nu)^2 + g / 4` with `nu = g w_b / (g + 1)`.
 
-    I rows of one head and J columns have W(I, J) pairs at most whose difference is one of w_b that
-    follow each other; by the discrete rearrangement inequality of Riesz (Hardy, Littlewood and
-    Polya, Theorem 371) intervals with a common centre have most. Where I + J - 1 > w_b, two corners
-    are cut off, triangles of together ((I + J - w_b)^2 - 1) / 4 pairs at least, so
+    I rows of a head and J columns have at most W(I, J) pairs whose difference is one of w_b
+    consecutive ones. By the discrete rearrangement inequality of Riesz (Hardy, Littlewood and
+    Polya, Theorem 371) intervals with a common centre have most. If I + J - 1 > w_b, two corners
+    are cut off, triangles with at least ((I + J - w_b)^2 - 1) / 4 pairs together, so
 
         W(I, J) <= I J - max(0, I + J - w_b)^2 / 4 + 1 / 4    for |I - J| <= w_b,
         W(I, J) <= w_b min(I, J)                              otherwise.
 
-    Both bounds are one function of I, concave, with J fixed; so of g heads that share J columns
-    each has most with as many rows as the others. With g I + J = k the first is largest at J - I =
-    w_b (g - 1) / (g + 1), where g times it is nu (k - nu) + g / 4 once k > 2 nu; the second is
-    nowhere larger, nor I J with I + J <= w_b.
+    Both bounds together are a concave function of I, with J fixed. So of g heads that share J
+    columns, all have equally many rows at the maximum. With g I + J = k the first bound is largest
+    at J - I = w_b (g - 1) / (g + 1), where g times it is nu (k - nu) + g / 4 once k > 2 nu. The
+    second is nowhere larger, and neither is I J with I + J <= w_b.
     """
     return k**2 / 4 - sp.Max(0, k / 2 - g * w_b / (g + 1)) ** 2 + g / 4
 
@@ -67,10 +66,10 @@ def within_band() -> sp.Expr:
 
 
 def by_degrees(of_row: Any, of_column: Any, group: Any = g) -> Any:
-    """Return `u` for at most so many entries in a row of the mask and in a column.
+    """Return `u` if a row of the mask has at most `of_row` entries and a column `of_column`.
 
-    I rows and J columns have min(I of_row, J g of_column) entries at most, and that is largest
-    where the two are equal.
+    I rows and J columns have at most min(I of_row, J g of_column) entries. That is largest if the
+    two are equal.
     """
     return group * of_row * of_column / (of_row + group * of_column)
 
@@ -78,13 +77,13 @@ def by_degrees(of_row: Any, of_column: Any, group: Any = g) -> Any:
 def of_staircase() -> sp.Expr:
     """Return `u` of an N x N causal mask: `(N + 1) g (g + 1 - sqrt(2 g)) / (g^2 + 1)`.
 
-    The last I rows of each head and the first J columns have most entries: I J, less the triangle
-    above the diagonal with its side I + J - N - 1, so at most g h with
-    `h = I J - max(0, I + J - (N + 1))^2 / 2`. Where the triangle is empty, more rows or columns
-    raise g h / (g I + J). Elsewhere h is concave (second derivatives -1, -1 and 0), and so is
-    g h - u (g I + J); that it is 0 where it is largest says what u is. It is largest at
-    I = (N + 1) (1 - s), J = (N + 1) (1 - t) with s = u / (N + 1), t = s / g, and 0 there if
-    1 + s^2 + t^2 = 2 s + 2 t, whose smaller solution this is.
+    The last I rows of each head and the first J columns have most entries: I J, minus the triangle
+    above the diagonal with side I + J - N - 1. So they have at most g h with
+    `h = I J - max(0, I + J - (N + 1))^2 / 2`. If the triangle is empty, more rows or columns raise
+    g h / (g I + J). Elsewhere h is concave (second derivatives -1, -1 and 0), and so is
+    g h - u (g I + J). The maximum of the latter is 0 for the u looked for. It is reached at
+    I = (N + 1) (1 - s), J = (N + 1) (1 - t) with s = u / (N + 1), t = s / g, and is 0 if
+    1 + s^2 + t^2 = 2 s + 2 t. The smaller solution gives u.
     """
     return (N + 1) * g * (g + 1 - sp.sqrt(2 * g)) / (g**2 + 1)
 
@@ -92,12 +91,12 @@ def of_staircase() -> sp.Expr:
 def of_prefix() -> sp.Expr:
     """Return `u` of an N x N causal mask whose first p columns all rows keep.
 
-    Rows see max(i, p) columns, no more than rows at i to i + 1 of a continuous mask with N + 1 in
-    the place of N. Of that as many sub-grids reach u as `densest_nested` looks at: rows of u
-    entries or more, and the columns that u of them still reach. Where `of_staircase` is p or more,
-    those are rows beyond the prefix, and it is u; elsewhere all rows, with J = N + 1 - u / g
-    columns or, where that is less, with the p of the prefix. With t = u / g the former says
-    t^2 - 2 (g + 1) (N + 1) t + (N + 1)^2 + p^2 = 0.
+    Rows keep max(i, p) columns, no more than rows at i to i + 1 of a continuous mask with N + 1
+    instead of N. For that mask, u is reached by the sub-grids that `densest_nested` examines: rows
+    with u entries or more, and the columns that u of them still reach. If `of_staircase` is at
+    least p, those are rows beyond the prefix, and it is u. Otherwise they are all rows, with
+    J = N + 1 - u / g columns, or with the p columns of the prefix if that is less. With t = u / g,
+    the former means t^2 - 2 (g + 1) (N + 1) t + (N + 1)^2 + p^2 = 0.
     """
     side, staircase = N + 1, of_staircase()
     t = (g + 1) * side - sp.sqrt((g + 1) ** 2 * side**2 - side**2 - p**2)
@@ -107,13 +106,13 @@ def of_prefix() -> sp.Expr:
 
 
 Family = Literal["full", "causal", "window", "prefix"]
-"""Masks whose `u` has a closed form."""
+"""Families of masks whose `u` has a closed form."""
 
 
 @cache
 def closed_form(family: Family) -> sp.Expr:
-    """Return `u` of a family as an expression of lengths, `w_b`, `p` and `g`; causal masks, with a
-    prefix or not, are those of equal lengths."""
+    """Return `u` of a family as an expression of lengths, `w_b`, `p` and `g`. Causal masks, with or
+    without a prefix, must have equal lengths."""
     match family:
         case "full":
             return by_degrees(N_kv, N_q)
@@ -132,7 +131,7 @@ def _evaluator(family: Family) -> Callable[..., float]:
 
 
 def family_of(mask: Mask, seqlen_q: int, seqlen_kv: int) -> Family | None:
-    """Return the family of a mask, None where only its rows and columns say what `u` is."""
+    """Return the family of a mask; None if `u` must be counted from its rows and columns."""
     match mask:
         case Full():
             return "full"
@@ -155,19 +154,19 @@ class Subgrids:
     """Numbers that bound the entries of a mask's sub-grids."""
 
     per_row: float
-    """`u`: entries for each row and column of any sub-grid, at most."""
+    """`u`: most entries per row and column of any sub-grid."""
     width: int
-    """`w_b`: number of differences of query and key-value row, each one more than the last, that
-    hold all that is kept."""
+    """`w_b`: number of consecutive differences of query and key-value row that include all kept
+    pairs."""
     family: Family | None = None
-    """The family whose closed form `per_row` is; None where `per_row` is counted from the mask's
-    rows and columns."""
+    """The family whose closed form gives `per_row`; None if it is counted from the mask's rows and
+    columns."""
 
 
 def subgrids(mask: Mask, seqlen_q: int, seqlen_kv: int, group: int) -> Subgrids:
-    """Return the numbers of a mask whose columns are shared by `group` query heads.
+    """Compute the numbers of a mask whose columns are shared by `group` query heads.
 
-    The numbers of a mask whose tiles have no closed form follow from its largest degree alone.
+    For a mask whose tiles have no closed form they follow from its largest degree alone.
     """
     degree, width = mask_size(mask, seqlen_q, seqlen_kv).degree, seqlen_q + seqlen_kv - 1
     most: float = by_degrees(degree, degree, group)
@@ -180,37 +179,37 @@ def subgrids(mask: Mask, seqlen_q: int, seqlen_kv: int, group: int) -> Subgrids:
                 prefix = min(columns, seqlen_kv)
             case _:
                 pass
-        its = float(_evaluator(family)(seqlen_q, seqlen_kv, group, width, prefix))
-        return Subgrids(min(most, its), width, family if its <= most else None)
+        density = float(_evaluator(family)(seqlen_q, seqlen_kv, group, width, prefix))
+        return Subgrids(min(most, density), width, family if density <= most else None)
     rows, columns = (bands(mask, side, seqlen_q, seqlen_kv) for side in ("rows", "columns"))
     if rows is None or columns is None:
         return Subgrids(most, width)
-    found = counted(rows, columns, group)
-    return Subgrids(min(most, found.per_row), found.width)
+    numbers = counted(rows, columns, group)
+    return Subgrids(min(most, numbers.per_row), numbers.width)
 
 
 def counted(rows: Bands, columns: Bands, group: int) -> Subgrids:
-    """Return the numbers of the mask that has these rows and columns."""
+    """Compute the numbers of the mask with the given rows and columns."""
     parts = [_of_part(*part, group) for part in _parts(rows, columns)]
-    densest = max((one.per_row for one in parts), default=0.0)
-    return Subgrids(densest, max((one.width for one in parts), default=1))
+    densest = max((part.per_row for part in parts), default=0.0)
+    return Subgrids(densest, max((part.width for part in parts), default=1))
 
 
 def densest_nested(degree: Numbers, count: Numbers) -> float:
-    """Return the largest `sum of min(d, J) / (I + J)` over numbers J and any I rows of degrees d,
-    rounded up; `count` says how many rows there are of each degree.
+    """Return the largest `sum of min(d, J) / (I + J)` over numbers J and any I rows with degrees d,
+    rounded up; `count` is the number of rows of each degree.
 
-    No I rows and J columns have more entries; where of any two rows one sees all that the other
-    sees, as under a causal mask, the J columns that most rows see have as many. Dinkelbach's
+    No I rows and J columns have more entries. If of any two rows one keeps all columns that the
+    other keeps, as under a causal mask, the J columns kept by most rows have as many. Dinkelbach's
     algorithm: a guess u is too low as long as some I and J make `sum of min(d, J) - u (I + J)`
-    positive. That is largest with all rows of u entries or more, and a J that u rows still reach.
+    positive. That is largest for all rows with at least u entries and a J that u rows still reach.
     """
     order = np.argsort(-degree, kind="stable")
     degrees, counts = degree[order].astype(float), count[order].astype(float)
     rows, entries = np.cumsum(counts), np.cumsum(counts * degrees)
     guess = 0.0
     while True:
-        chosen = int(np.searchsorted(-degrees, -guess, side="right"))  # those of >= guess
+        chosen = int(np.searchsorted(-degrees, -guess, side="right"))  # rows with >= guess entries
         if not chosen or rows[-1] < guess:
             return guess
         reached = degrees[np.searchsorted(rows, guess)]
@@ -218,14 +217,14 @@ def densest_nested(degree: Numbers, count: Numbers) -> float:
         cut = min(chosen, int(np.searchsorted(-degrees, -across, side="right")))
         whole = rows[cut - 1] if cut else 0.0
         rest = entries[chosen - 1] - (entries[cut - 1] if cut else 0.0)
-        found, size = whole * across + rest, rows[chosen - 1] + across
-        if found <= guess * size:
+        most, size = whole * across + rest, rows[chosen - 1] + across
+        if most <= guess * size:
             return guess
-        guess = float(found / size) * (1 + PRECISION)
+        guess = float(most / size) * (1 + PRECISION)
 
 
 def _of_part(rows: Bands, columns: Bands, group: int) -> Subgrids:
-    """Return the numbers of a part of the mask that shares no row or column with another."""
+    """Compute the numbers of a part of the mask that shares no row or column with other parts."""
     densities = [densest_nested(rows.degree, group * rows.size)]
     if columns.degree.size:
         densities.append(densest_nested(group * columns.degree, columns.size))
@@ -236,7 +235,8 @@ def _of_part(rows: Bands, columns: Bands, group: int) -> Subgrids:
 
 
 def _parts(rows: Bands, columns: Bands) -> list[tuple[Bands, Bands]]:
-    """Return the parts that a mask falls into, equal ones once; documents are such parts."""
+    """Split a mask into parts without common rows or columns, such as documents; equal parts are
+    returned once."""
     if not rows.first.size:
         return []
     order = np.argsort(rows.low, kind="stable")
@@ -244,20 +244,20 @@ def _parts(rows: Bands, columns: Bands) -> list[tuple[Bands, Bands]]:
     begins = np.flatnonzero(np.concatenate([[True], low[1:] >= end[:-1]]))
     if len(begins) > MAX_PARTS:
         return [(rows, columns)]
-    found: dict[bytes, tuple[Bands, Bands]] = {}
+    parts: dict[bytes, tuple[Bands, Bands]] = {}
     for start, stop in zip(begins, [*begins[1:], len(order)], strict=True):
-        its_rows = _chosen(rows, np.sort(order[start:stop]))
+        part_rows = _chosen(rows, np.sort(order[start:stop]))
         first, last = low[start], end[stop - 1]
         inside = (columns.first < last) & (columns.first + columns.size > first)
-        its_columns = _chosen(columns, np.flatnonzero(inside))
-        shift = its_rows.first[0]
+        part_columns = _chosen(columns, np.flatnonzero(inside))
+        shift = part_rows.first[0]
         key = (
-            *(its_rows.first - shift, its_rows.size, its_rows.degree),
-            *(its_rows.low - shift, its_rows.end - shift),
-            *(its_columns.degree, its_columns.size),
+            *(part_rows.first - shift, part_rows.size, part_rows.degree),
+            *(part_rows.low - shift, part_rows.end - shift),
+            *(part_columns.degree, part_columns.size),
         )
-        found[b"|".join(part.tobytes() for part in key)] = (its_rows, its_columns)
-    return list(found.values())
+        parts[b"|".join(array.tobytes() for array in key)] = (part_rows, part_columns)
+    return list(parts.values())
 
 
 def _chosen(of: Bands, index: Numbers) -> Bands:

@@ -1,4 +1,4 @@
-"""The symbols of the model, all positive, and the one table of what they are called where."""
+"""The symbols of the model, all positive, with their names in the papers and in the code."""
 
 # | symbol | in the papers          | in the code                                                  |
 # | ------ | ---------------------- | ------------------------------------------------------------ |
@@ -22,29 +22,29 @@
 # | V_kv   | T_r N_kv if unmasked   | visited_rows of side "rows": KV rows a query head streams    |
 # | V_q    | T_c N_q if unmasked    | visited_rows of side "columns": query rows streamed, a head |
 # | W_q    |                        | query rows of all visited tiles, for a query head            |
-# | W_s    |                        | rows of a head that stay, once for each split a tile visits  |
+# | W_s    |                        | stationary rows of a head, once per split that a tile visits |
 # | g_t    |                        | tiles that hold a group's heads: g, or 1 that holds all      |
 # | A_w    |                        | entries of all visited tiles, in rows padded to 16 bytes     |
 # | T_s    | T_c                    | score tiles of a row, in the small-cache forward             |
-# | n_p    |                        | panels that a group of query heads is computed in            |
+# | n_p    |                        | panels into which a group of query heads is divided          |
 # | alpha  |                        | bytes of an accumulator / element_bytes                      |
 # | kappa  |                        | cost of an add in slow memory: 2 load and store, 1 reduction |
 # | e      |                        | element_bytes                                                |
-# | n      |                        | buffers of what streams                                      |
-# | c      |                        | fewest rows or columns that a tile may have                  |
+# | n      |                        | buffers of streamed tiles                                    |
+# | c      |                        | fewest rows or columns of a tile                             |
 # | B      | B (Saha and Ye)        | side of a square block                                       |
 # | B_d    |                        | head_dim_qk (or both) columns read at a time                 |
 # | B_e    |                        | output columns per tile                                      |
 # | B_k    |                        | rows read at a time by a product that sums over rows         |
 # | B_p    |                        | query rows per tile of the second phase of a small cache     |
-# | n_s    |                        | num_splits, of what streams                                  |
+# | n_s    |                        | num_splits, of the streamed rows                             |
 # | s      | s                      | density: kept entries / all entries                          |
 # | k      |                        | query and key-value rows together, of a part of the scores   |
 # | b      |                        | side of the blocks of a block-diagonal mask                  |
-# | u      |                        | entries for each row and column of a sub-grid, at most       |
+# | u      |                        | most entries per row and column of a sub-grid                |
 # | w_b    |                        | differences of query and key-value row that a mask keeps     |
 # | p      |                        | columns of a prefix, which all query rows keep               |
-# | T_h    |                        | programs that stream the same rows: those of a KV head       |
+# | T_h    |                        | programs that stream the same rows, of one KV head           |
 # | n_w    |                        | programs in flight, a wave                                   |
 # | h_t    |                        | key-value heads whose programs start together                |
 # | C      |                        | heads whose streamed rows L2 holds together                  |
@@ -84,11 +84,12 @@ Z, Z_A, Z_X, Z_AX, Z_S = sp.symbols("Z Z_A Z_X Z_AX Z_S", positive=True)
 
 
 class Gcd(sp.Function):
-    """Greatest common divisor of integers; symbols stay as they are (`sp.gcd` makes 1 of them)."""
+    """Greatest common divisor of integers; unevaluated for symbols (`sp.gcd` returns 1 for
+    them)."""
 
     @classmethod
     def eval(cls, *numbers: Any) -> Any:
-        """Return the divisor once all arguments are numbers."""
+        """Return the divisor if all arguments are numbers."""
         if all(number.is_Integer for number in numbers):
             return sp.Integer(math.gcd(*map(int, numbers)))
         return None

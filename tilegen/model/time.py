@@ -1,9 +1,9 @@
-"""Predicted time: what each step of a kernel asks of each unit, then steps, programs and waves.
+"""Predict the time of a kernel: from clocks of a step on each unit to steps, programs and waves.
 
-The units of an SM work side by side, except that softmax and matrix products of one program wait
-for each other: by a part that is given (`exposed`), or as far as warps queue for the units. Clocks
-are clocks of one SM with all its resident programs; the rates and their sources are in rates.toml,
-and README.md lists every constant with its source.
+The units of an SM work in parallel, except that softmax and matrix products of a program wait for
+each other: by a given part (`exposed`), or as far as warps queue for the units. Clocks are those of
+an SM with all its resident programs. The rates and their sources are in rates.toml; README.md lists
+every constant with its source.
 """
 
 from __future__ import annotations
@@ -25,51 +25,52 @@ from tilegen.model.traffic import Traffic, traffic
 from tilegen.task import KernelTask, Tiled
 
 ISSUE_PER_CLK = 128
-"""Instructions of single threads that an SM's four schedulers issue each clock."""
+"""Instructions of single threads that the four schedulers of an SM issue per clock."""
 SMEM_BYTES_PER_CLK = 128
-"""Bytes of shared memory, or of L1, that an SM moves each clock."""
+"""Bytes of shared memory or L1 that an SM moves per clock."""
 OVERLAP_NORM = 4
-"""Exponent of the norm that adds up units: infinity is the maximum, 1 the sum."""
+"""Exponent of the norm that combines units: infinity is the maximum, 1 the sum."""
 CHANGED_INSTRUCTIONS = 2.5
-"""Instructions of a thread for each word of a panel that it scales or masks, and rounds again."""
+"""Instructions of a thread for each word of a panel, to scale or mask it and to round it again."""
 DRAWN_INSTRUCTIONS = 13
-"""Instructions of a thread that dropout adds to each score of a kernel that drops weights."""
+"""Instructions of a thread that dropout adds to each score."""
 IDLE = 0.04
-"""Penalty for idle SMs, as a part of a kernel's time if all SMs are idle, in kernels with splits:
-programs may draw less bandwidth than predicted, and in published times few splits cost more than
+"""Penalty for idle SMs in kernels with splits, as a part of a kernel's time if all SMs are idle.
+Programs may reach less bandwidth than predicted, and in published times few splits cost more than
 many."""
 SHARED_READS = 2
-"""Threads of a warp that one read of an operand serves, in IEEE fp32."""
+"""Threads of a warp served by one read of an operand, in IEEE fp32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepClocks:
-    """Clocks that one step keeps each unit of an SM busy, beside any other programs."""
+    """Clocks for which a step keeps each unit of an SM busy, beside other programs."""
 
     tensor: float
     exp: float
     issue: float
     masking: float
-    """Additional issue slots of a partial tile."""
+    """Additional issue slots for a partial tile."""
     smem: float
     exposed: float
-    """Part of issue or exponentials, whichever is longer, that no matrix product hides."""
+    """Part of issue or exponentials, whichever is longer, that matrix products do not hide."""
     asynchronous: bool
-    """True: a warp goes on while its matrix products run, which read their operands themselves."""
+    """True: a warp continues while its matrix products run, which read their operands
+    themselves."""
     local: float = 0.0
     """Loads and stores of local memory, which nothing hides."""
     local_once: float = 0.0
-    """Clocks of those outside of the loop, which each program does once."""
+    """Loads and stores of local memory outside of the loop, once per program [clocks]."""
 
     @property
     def bound(self) -> float:
-        """Clocks that a step on a full tile takes at least, local memory aside."""
+        """Lower bound on the clocks of a step on a full tile, without local memory."""
         softmax = max(self.issue, self.exp)
         return max(self.tensor + self.exposed * softmax, softmax, self.smem)
 
 
 def step_clocks(tiled: Tiled) -> StepClocks:
-    """Predict the clocks that one step keeps each unit busy; for all lengths."""
+    """Predict the clocks for which a step keeps each unit busy; the same for all lengths."""
     return tiled.by_config("clocks of a step", lambda: _step_clocks(tiled))
 
 
@@ -90,8 +91,8 @@ def _step_clocks(tiled: Tiled) -> StepClocks:
     elif work.changed:
         issue += CHANGED_INSTRUCTIONS * work.changed
     if vector:  # each thread reads both operands for its own square of a product
-        each = sum(one.operands_of_thread(threads) for one in work.products)
-        operands = each * threads / SHARED_READS
+        of_thread = sum(product.operands_of_thread(threads) for product in work.products)
+        operands = of_thread * threads / SHARED_READS
     else:
         of = work, size, config.num_warps, gpu.arch
         operands = shared_words(*of, rows_per_read=rates.operand_rows)
@@ -107,18 +108,17 @@ def _step_clocks(tiled: Tiled) -> StepClocks:
 
 
 def drawn_of(task: KernelTask) -> int:
-    """Return the instructions that drawing adds to each score."""
+    """Return the instructions that dropout adds to each score."""
     return DRAWN_INSTRUCTIONS if task.draws else 0
 
 
 def local_clocks(tiled: Tiled, needs: Footprint) -> float:
-    """Return the clocks that a step takes longer for what it spills, at the rate of L1.
+    """Compute the clocks that spilling adds to a step, at the rate of L1.
 
     Local memory is cached in L1, behind the port of shared memory. On sm_90 a spilled byte counts
-    as moved once a step: inner loops compiled for it that spill 120 bytes, 30 words, have 17 to 26
-    loads and stores of them, since some words live around the loop. Measured times of sm_86 ask for
-    more (`spilled`). Nothing is taken to hide them: what was spilled is wanted by the next
-    instruction.
+    as moved once a step: compiled inner loops that spill 120 bytes, 30 words, have 17 to 26 loads
+    and stores of them, since some words live around the loop. Measured times on sm_86 require more
+    (`spilled`). Nothing hides these clocks, since the next instruction needs the spilled word.
     """
     arch = tiled.device.arch
     threads = threads_of(arch, tiled.config.num_warps)
@@ -132,31 +132,31 @@ class Time:
 
     seconds: float
     terms: tuple[tuple[str, float], ...]
-    """Seconds each unit needs if nothing else mattered, the largest first."""
+    """Seconds that each unit would need by itself, the largest first."""
     waves: float
     dram_bytes: int
     flops: int
-    """Tensor flops executed: whole tiles and slices, at padded head dims."""
+    """Tensor flops executed: whole tiles and slices at padded head dims."""
     busy_seconds: float
-    """Seconds that the SMs take in a kernel with a loop: where configs wait for memory alike, the
-    one with the least leaves most room for what the model does not know."""
+    """Seconds in which SMs are busy, in a kernel with a loop. If configs wait for memory equally
+    long, the one with the fewest leaves most room for effects that the model does not know."""
     left_seconds: float = 0.0
-    """Seconds that the next kernel takes to read what this one leaves for it."""
+    """Seconds in which the next kernel reads the results that this kernel leaves for it."""
     idle: float = 0.0
-    """Part of the SMs that have no program, in kernels that could have more programs."""
+    """Part of the SMs without a program, in kernels that could have more programs."""
 
     @property
     def cost(self) -> float:
-        """Seconds by which configs are ranked: the kernel's own, what it leaves to the next, and
-        IDLE of its own for SMs without a program."""
+        """Seconds by which configs are ranked: the kernel's own time, with a penalty of IDLE for
+        SMs without a program, and the time that it leaves to the next kernel."""
         return (1 + IDLE * self.idle) * self.seconds + self.left_seconds
 
 
 def time(tiled: Tiled, needs: Footprint, code: StepClocks | None = None) -> Time:
-    """Predict the time of a config, over all panels where the kernel works on panels.
+    """Predict the time of a config, over all panels if the kernel works on panels.
 
-    `needs` are the resources of a program, predicted or as compiled, and `code` the clocks of a
-    step by its machine code; without, they are predicted.
+    `needs` are the resources of a program, predicted or as compiled. `code` are the clocks of a
+    step by its machine code; by default they are predicted.
     """
     gpu, run, moved = tiled.device, launches(tiled), traffic(tiled)
     work, clk = tiled.step, code or step_clocks(tiled)
@@ -171,17 +171,17 @@ def time(tiled: Tiled, needs: Footprint, code: StepClocks | None = None) -> Time
 
     waves = per_launch / slots
     last = math.ceil(per_launch % slots / gpu.num_sms)  # programs of an SM in the last wave
-    one = shared(fits if waves >= 1 else last)
-    mean = one.step * run.steps / run.programs + one.ends
+    full = shared(fits if waves >= 1 else last)
+    mean = full.step * run.steps / run.programs + full.ends
     if run.longest * run.programs == run.steps:  # equal programs run in waves
-        alone = shared(last) if last else one
+        alone = shared(last) if last else full
         total = int(waves) * fits * mean + last * (alone.step * run.longest + alone.ends)
         total *= run.count
-    else:  # long ones start first, so short ones fill the last wave
+    else:  # long programs start first, so short ones fill the last wave
         tail = 0.0
         if waves > 1:
-            tail = tail_of(tiled.task, run, slots, one_step=one.step, overhead=one.ends)
-        total = max(one.step * run.longest + one.ends, mean * run.programs / gpu.num_sms + tail)
+            tail = tail_of(tiled.task, run, slots, one_step=full.step, overhead=full.ends)
+        total = max(full.step * run.longest + full.ends, mean * run.programs / gpu.num_sms + tail)
 
     dram = dram_bytes(tiled, in_flight=slots)
     on_l2 = l2_seconds(gpu, moved, per_launch)
@@ -191,12 +191,12 @@ def time(tiled: Tiled, needs: Footprint, code: StepClocks | None = None) -> Time
     )
     terms = {
         "tensor": clk.tensor * per_step,
-        "exp": clk.exp * per_step + one.exp_after * per_program,
-        "issue": (clk.issue + run.masked * clk.masking) * per_step + one.issue_after * per_program,
+        "exp": clk.exp * per_step + full.exp_after * per_program,
+        "issue": (clk.issue + run.masked * clk.masking) * per_step + full.issue_after * per_program,
         "smem": (clk.smem + local) * per_step + clk.local_once * per_program,
         "l2": on_l2,
         "dram": on_dram,
-        "latency": one.wait * per_step + 2 * one.latency * per_program,
+        "latency": full.wait * per_step + 2 * full.latency * per_program,
     }
     left = idle = 0.0
     if tiled.spec.parts:
@@ -216,26 +216,26 @@ def time(tiled: Tiled, needs: Footprint, code: StepClocks | None = None) -> Time
 
 @dataclass(frozen=True, slots=True)
 class ProgramClocks:
-    """Clocks that a program takes of an SM that a number of programs share: their sum is the time
-    of all of them together."""
+    """Clocks of a program on an SM that several programs share. The sum over these programs is the
+    time of all of them together."""
 
     step: float
     """Clocks of one step."""
     latency: float
-    """Clocks from issuing a load to its data; other programs work meanwhile."""
+    """Clocks from issuing a load to its data; other programs work in the meantime."""
     wait: float
-    """Part of a step that waits for its loads."""
+    """Clocks of a step that wait for its loads."""
     exp_after: float
     """Clocks of exponentials after the last step."""
     issue_after: float
-    """Issue slots, in clocks, after the last step."""
+    """Issue slots after the last step [clocks]."""
     local_once: float
     """Loads and stores of local memory before the first step and after the last."""
 
     @property
     def ends(self) -> float:
-        """Clocks of its beginning and end: its own tile comes in, the pipeline fills, the result
-        goes out."""
+        """Clocks before the first step and after the last: loading the stationary tile, filling the
+        pipeline, storing the result."""
         return 2 * self.latency + max(self.exp_after, self.issue_after) + self.local_once
 
 
@@ -252,9 +252,9 @@ def _program_clocks(tiled: Tiled, clk: StepClocks, local: float, *, together: in
     else:
         units = clk.tensor, softmax, clk.smem
         busy, smem = queued(config.num_warps, together, units, idle=rates.step_clk), 0.0
-    if not ahead:  # nothing loads while a program computes
+    if not ahead:  # nothing is loaded while a program computes
         busy += wait
-    if work.loads > 1:  # every key tile starts the pipeline of slices again
+    if work.loads > 1:  # every key tile restarts the pipeline of slices
         busy += 2 * latency
     after = instructions(tiled.spec).score * len(work.results) + drawn_of(tiled.task)
     return ProgramClocks(
@@ -275,10 +275,10 @@ def tail_of(
     one_step: float,
     overhead: float,
 ) -> float:
-    """Return the clocks in which a launch of unequal programs ends, while not all SMs are busy.
+    """Compute the clocks at the end of a launch of unequal programs in which some SMs are idle.
 
-    The end takes as long as half a program: a mean one, or where heavy tiles start first, one of
-    the `in_flight` lightest of the heads that start together. Lengths are taken to rise evenly to
+    The end takes half a program: half a mean program or, if heavy tiles start first, half of one of
+    the `in_flight` lightest of the heads that start together. Lengths are assumed to rise evenly to
     the longest.
     """
     mean = float(run.steps / run.programs)
@@ -291,8 +291,8 @@ def tail_of(
 
 
 def least_seconds(gpu: GpuSpec, clocks: StepClocks, steps: float, *, masked: float = 0.0) -> float:
-    """Return seconds that programs never take less than, whatever else a config does: those of SMs
-    that wait for nothing in so many steps, a part of them `masked`."""
+    """Compute a lower bound on the seconds of so many steps, a part of them `masked`, for any
+    config: the time of SMs that never wait."""
     softmax = max(clocks.issue + masked * clocks.masking, clocks.exp)
     busy = max(clocks.tensor + clocks.exposed * softmax, softmax)
     of_step = _overlapped if rates_of(gpu.arch).exposed else max
@@ -300,10 +300,10 @@ def least_seconds(gpu: GpuSpec, clocks: StepClocks, steps: float, *, masked: flo
 
 
 def launch_seconds(task: KernelTask, count: int) -> float:
-    """Return the time that `count` launches of a kernel take besides what its programs do.
+    """Compute the time of `count` launches of a kernel in addition to the work of programs.
 
-    The first launch of a pass is prepared while nothing of it runs, each that follows on the stream
-    while the one before it still does.
+    The first launch of a pass is prepared while no kernel runs, each following launch on the stream
+    while the one before still runs.
     """
     rates = rates_of(task.device.arch)
     first = task.kernel == task.family.names[0]
@@ -311,12 +311,12 @@ def launch_seconds(task: KernelTask, count: int) -> float:
 
 
 def dram_seconds(gpu: GpuSpec, moved: int) -> float:
-    """Return the time that bytes take between L2 and DRAM, from a cold L2.
+    """Compute the time in which bytes move between L2 and DRAM, from a cold L2.
 
-    Bytes that come push out of L2 what others wrote there, which goes to DRAM besides, until as
-    much has come as L2 holds: so it is after any large kernel, and in every measurement, where L2
-    is cleared by writing zeros. Before the first bytes and after the last a latency passes, as at a
-    program's beginning and end.
+    Arriving bytes evict data that other kernels wrote to L2, which moves to DRAM as well, until as
+    many have arrived as L2 holds. This is the state after any large kernel, and in every
+    measurement, where L2 is cleared by writing zeros. A latency passes before the first bytes and
+    after the last, as at the beginning and end of a program.
     """
     rates = rates_of(gpu.arch)
     pushed_out = rates.pushed_out * min(moved, gpu.l2_bytes)
@@ -325,26 +325,26 @@ def dram_seconds(gpu: GpuSpec, moved: int) -> float:
 
 
 def l2_seconds(gpu: GpuSpec, moved: Traffic, programs: float = math.inf) -> float:
-    """Return the time that bytes take between SMs and L2 in launches of so many programs: an SM
-    has no more than its share of the bandwidth, however many others are idle."""
+    """Compute the time in which bytes move between SMs and L2 in launches of so many programs. An
+    SM has no more than its share of the bandwidth, even if others are idle."""
     moved_bytes = moved.read_bytes + moved.write_bytes
     busy = min(1.0, programs / gpu.num_sms)
     return moved_bytes / (busy * gpu.l2_bandwidth * rates_of(gpu.arch).l2_efficiency)
 
 
 SCHEDULERS = 4
-"""Parts of an SM that issue for warps of their own, each with its share of every unit."""
+"""Parts of an SM that issue for their own warps, each with a share of every unit."""
 
 
 def busy_clocks(clk: StepClocks, softmax: float, warps: int) -> float:
-    """Return the clocks that a step keeps busy the `warps` that an SM holds, `softmax` of them with
-    what is no matrix product.
+    """Compute the clocks for which a step keeps the `warps` of an SM busy, `softmax` of them with
+    work other than matrix products.
 
-    Asynchronous products take their operands from shared memory themselves. Where each scheduler
-    has a single warp, as with one warpgroup alone on its SM, products take the longer of both,
-    reading or multiplying, and then the softmax follows, but for what its machine code has beside
-    products (`exposed`): no other warp fills the time. Times that others published for synchronous
-    products bear no such rule out (benchmarks/results/published/README.md).
+    Asynchronous products read their operands from shared memory themselves. If each scheduler has a
+    single warp, as with one warpgroup alone on its SM, products take the longer of reading and
+    multiplying. The softmax follows, except for the part that the machine code issues beside
+    products (1 - `exposed`), since no other warp fills the time. Published times of synchronous
+    products do not support such a rule (benchmarks/results/published/README.md).
     """
     alone = clk.asynchronous and warps <= SCHEDULERS
     products = max(clk.tensor, clk.smem) if alone else clk.tensor
@@ -352,13 +352,13 @@ def busy_clocks(clk: StepClocks, softmax: float, warps: int) -> float:
 
 
 def queued(warps: int, together: int, units: tuple[float, ...], *, idle: float) -> float:
-    """Return the clocks of an SM that a step of a program takes where each warp waits for its own
-    results, so that units work side by side only as far as there are other warps.
+    """Compute the clocks of a step of a program if each warp waits for its own results, so that
+    units work in parallel only as far as there are other warps.
 
-    `units` are the clocks that a step keeps each unit busy, `idle` those that a warp spends at
-    none. Warps that share a scheduler queue for its units, in mean-value analysis (Reiser and
-    Lavenberg, 1980): one that arrives finds as many as there are on average with one warp less. A
-    warp alone takes the sum of all units, many take what the busiest unit takes.
+    `units` are the clocks for which a step keeps each unit busy, `idle` those that a warp spends at
+    no unit. Warps that share a scheduler queue for its units, in mean-value analysis (Reiser and
+    Lavenberg, 1980): an arriving warp finds as many as there are on average with one warp less. A
+    single warp takes the sum of all units; many warps take the clocks of the busiest unit.
     """
     used = min(SCHEDULERS, warps * together)
     each = warps * together / used
@@ -375,5 +375,6 @@ def queued(warps: int, together: int, units: tuple[float, ...], *, idle: float) 
 
 
 def _overlapped(*busy: float) -> float:
-    """Return the clocks of units that work side by side: a little more than the busiest alone."""
+    """Combine the clocks of units that work in parallel: a little more than those of the
+    busiest."""
     return sum(clocks**OVERLAP_NORM for clocks in busy) ** (1 / OVERLAP_NORM)

@@ -1,7 +1,7 @@
-"""Exact traffic of the emitted kernels: which words each one loads and stores, as SymPy terms.
+"""Exact traffic of the emitted kernels: the words that each loads and stores, as SymPy terms.
 
-A contract: the loads and stores of an emitted kernel, counted by builds for the CPU, equal
-`traffic()` to the byte. Masked-off lanes are not loaded, so ragged tiles cost what they hold.
+`traffic()` equals the loads and stores of an emitted kernel, as builds for the CPU count them, to
+the byte. Masked-off lanes are not loaded, so a ragged tile costs only the rows that it holds.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ from tilegen.task import Tiled
 Size = Literal["element", "fp32"]
 """Words of the problem's dtype, or of fp32."""
 ACCUMULATOR_BYTES = 4
-"""Bytes of a number of lse or delta: fp32 whatever the dtype of the inputs."""
+"""Bytes of an element of lse or delta: fp32 for inputs of any dtype."""
 STATE_BYTES = 16
-"""Bytes of the seed and the offset of dropout, which every program reads that draws."""
+"""Bytes of the seed and offset of dropout, read by every program that draws."""
 
 
 @dataclass(frozen=True)
 class Term:
-    """Words of one tensor that one kernel moves one way, for one key-value head."""
+    """Words of a tensor that a kernel moves in one direction, for one key-value head."""
 
     tensor: str
     direction: Literal["read", "write"]
@@ -64,7 +64,7 @@ class Term:
 
     @property
     def bytes(self) -> sp.Expr:
-        """The term in bytes; `e` stands for the bytes of an element."""
+        """The term in bytes; `e` is the size of an element."""
         return self.words * (e if self.size == "element" else ACCUMULATOR_BYTES)
 
 
@@ -77,19 +77,19 @@ class Traffic:
 
 
 parse: Any = sp.sympify
-_SYMBOLS = {name: one for name, one in vars(symbols).items() if isinstance(one, sp.Symbol)}
+_SYMBOLS = {name: value for name, value in vars(symbols).items() if isinstance(value, sp.Symbol)}
 
 
 def terms(moved: Iterable[Moved]) -> tuple[Term, ...]:
     """Parse the words that a kernel's record lists, as SymPy terms."""
     return tuple(
         Term(
-            one.tensor,
-            one.direction,
-            parse(one.words, locals=_SYMBOLS),
-            "fp32" if one.fp32 else "element",
+            term.tensor,
+            term.direction,
+            parse(term.words, locals=_SYMBOLS),
+            "fp32" if term.fp32 else "element",
         )
-        for one in moved
+        for term in moved
     )
 
 
@@ -97,34 +97,31 @@ def terms(moved: Iterable[Moved]) -> tuple[Term, ...]:
 def terms_of(
     kernel: Kernel, *, values_in_keys: bool = False, pairs: bool = False
 ) -> tuple[Term, ...]:
-    """Return the terms of a kernel's traffic; UNMASKED has the visited rows where nothing is
-    masked. Values that are taken from the keys are not read; with `pairs` lse is two numbers a
-    row."""
+    """Return the terms of a kernel's traffic. With `values_in_keys` values are not read again; with
+    `pairs` lse is two numbers a row. UNMASKED gives the visited rows without a mask."""
     moved = terms(KERNELS[kernel].traffic)
     if pairs:
-        moved = tuple(
-            replace(one, words=2 * one.words) if one.tensor in PAIRED else one for one in moved
-        )
-    return tuple(one for one in moved if one.tensor != "v") if values_in_keys else moved
+        moved = tuple(replace(x, words=2 * x.words) if x.tensor in PAIRED else x for x in moved)
+    return tuple(term for term in moved if term.tensor != "v") if values_in_keys else moved
 
 
 UNMASKED = {V_kv: sp.ceiling(N_q / B_r) * N_kv, V_q: sp.ceiling(N_kv / B_c) * N_q}
-"""Visited rows where nothing is masked, to substitute for their symbols."""
+"""Values of the symbols for visited rows if nothing is masked."""
 
 
 def total_words(terms: Iterable[Term]) -> sp.Expr:
-    """Return the words of all terms, per key-value head."""
+    """Sum the words of all terms, per key-value head."""
     return sp.Add(*(term.words for term in terms))
 
 
 def total_bytes(terms: Iterable[Term]) -> sp.Expr:
-    """Return the bytes of all terms, per key-value head."""
+    """Sum the bytes of all terms, per key-value head."""
     return sp.Add(*(term.bytes for term in terms))
 
 
 def traffic(tiled: Tiled) -> Traffic:
-    """Compute the exact bytes that a config loads and stores for the whole problem, in panels that
-    the device has room for."""
+    """Compute the exact bytes that a config loads and stores for the whole problem, in panels for
+    which the device has room."""
 
     def compute() -> Traffic:
         return traffic_of(tiled, panel_rows=tiled.task.panel_rows)
@@ -139,10 +136,10 @@ def traffic_of(
     panel_rows: int | None = None,
     score_width: int = SCORE_WIDTH,
 ) -> Traffic:
-    """Compute the bytes of a launch whose tensors or panels are not the usual.
+    """Compute the bytes of a launch with unusual tensors or panels.
 
-    `aligned` small-cache kernels (by default where the head dims allow it) pad a panel's rows,
-    `panel_rows` (by default all) go into a panel, and score tiles are `score_width` keys wide.
+    `aligned` small-cache kernels pad a panel's rows; by default they do if the head dims allow it.
+    A panel has `panel_rows` rows (by default all), and a score tile `score_width` keys.
     """
     task, problem, config = tiled.task, tiled.problem, tiled.config
     counts, splits = visits(tiled, aligned=aligned), splits_of(tiled)
@@ -178,8 +175,8 @@ def traffic_of(
 
 
 def table_bytes(tiled: Tiled) -> int:
-    """Compute the bytes of the tables of pages: three numbers for each program, also of an empty
-    split, and a page for each tile, or for each key where a page is smaller than a tile."""
+    """Compute the bytes read of the tables of pages: three numbers per program, even of an empty
+    split, and a page per tile, or per key if a page is smaller than a tile."""
     if not tiled.spec.pages:
         return 0
     splits, counts = splits_of(tiled), visits(tiled)
@@ -189,8 +186,8 @@ def table_bytes(tiled: Tiled) -> int:
 
 
 def state_bytes(tiled: Tiled) -> int:
-    """Compute the bytes of the seeds of dropout: each program that draws reads them, so not those
-    of score tiles, or splits, that the mask leaves nothing of."""
+    """Compute the bytes read of the seeds of dropout, by each program that draws. Programs of score
+    tiles or splits without kept pairs draw nothing."""
     if not tiled.task.draws:
         return 0
     splits = splits_of(tiled)
@@ -201,13 +198,13 @@ def state_bytes(tiled: Tiled) -> int:
 def _evaluators(
     kernel: Kernel, values_in_keys: bool, pairs: bool
 ) -> tuple[Callable[..., int], Callable[..., int]]:
-    """Return (read, write) as functions of Python integers, which do not overflow."""
+    """Return functions that compute (read, write) in Python integers, which do not overflow."""
     arguments = [H_kv, g, N_q, N_kv, d_qk, d_v, V_kv, V_q, W_q, A_w, T_s, n_p, B_e, e]
     arguments += [W_s, n_s, g_t]
 
     def evaluator(direction: str) -> Any:
-        every = terms_of(kernel, values_in_keys=values_in_keys, pairs=pairs)
-        moved = [term for term in every if term.direction == direction]
+        all_terms = terms_of(kernel, values_in_keys=values_in_keys, pairs=pairs)
+        moved = [term for term in all_terms if term.direction == direction]
         return sp.lambdify(arguments, H_kv * total_bytes(moved), modules="math")
 
     return evaluator("read"), evaluator("write")

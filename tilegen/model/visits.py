@@ -1,4 +1,4 @@
-"""Tiles that a kernel visits under a mask, counted for one query head."""
+"""Count the tiles that a kernel visits under a mask, for one query head."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from tilegen.task import KernelTask, Tiled
 
 @dataclass(frozen=True, kw_only=True)
 class Visits:
-    """Tiles that a kernel visits for one query head; preprocess visits each tile once."""
+    """Tiles that a kernel visits for one query head; a preprocess visits each tile once."""
 
     programs: int
     """Stationary tiles."""
     tiles: int | Fraction
-    """Streamed tiles of all stationary tiles together."""
+    """Streamed tiles, summed over stationary tiles."""
     partial_tiles: int | Fraction
     """Streamed tiles that need mask code."""
     rows: int | Fraction
     """Streamed rows inside the sequence."""
     longest: int
-    """Most streamed tiles of a stationary tile."""
+    """Largest number of streamed tiles of a stationary tile."""
     row_steps: int | Fraction = 0
-    """Stationary rows inside the sequence, once for each streamed tile."""
+    """Stationary rows inside the sequence, once per streamed tile."""
     cells: int | Fraction = 0
     """Entries of all visited tiles that a panel holds."""
 
 
 def visits(tiled: Tiled, *, aligned: bool | None = None) -> Visits:
-    """Count the tiles that a config visits; a kernel that joins splits takes `block_n` a step."""
+    """Count the tiles that a config visits; a kernel that joins splits joins `block_n` a step."""
     task, config = tiled.task, tiled.config
     if task.spec.masked:
         tile = config.block_m, config.block_n
@@ -60,9 +60,9 @@ def visits_of(
 ) -> Visits:
     """Count the tiles that one query head visits under the problem's mask.
 
-    `aligned` kernels pad the rows of a panel to 16 bytes; by default the head dims decide. Kernels
-    of batch-invariant problems take the tiles of a split of `split_kv` keys in order, as partial
-    tiles, and all tiles of a split where a mask leaves no single range.
+    `aligned` kernels pad the rows of a panel to 16 bytes; by default the head dims decide. For
+    batch-invariant problems, kernels visit the tiles of a split of `split_kv` keys in order, all as
+    partial tiles. They visit all tiles of a split unless the mask leaves a single range.
     """
     problem, side = task.problem, task.spec.stays
     aligned = rows_are_aligned(problem) if aligned is None else aligned
@@ -75,7 +75,7 @@ def visits_of(
     counts = counted(block_n)
     if not (split_kv and task.in_order):
         return counts
-    if not is_single(problem.mask, side):  # all tiles of the splits that hold any of them
+    if not is_single(problem.mask, side):  # all tiles of each split with a visited tile
         splits = counted(split_kv)
         each = split_kv // block_n
         most = min(splits.tiles * each, splits.programs * -(-problem.seqlen_kv // block_n))
@@ -114,5 +114,5 @@ def _visits(problem: AttentionProblem, side: Side, block_m: int, block_n: int, u
 
 
 def mean_of(total: int, heads: int) -> int | Fraction:
-    """Return the mean over heads, exactly."""
+    """Compute the exact mean over heads."""
     return total // heads if total % heads == 0 else Fraction(total, heads)
