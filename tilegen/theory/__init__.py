@@ -1,2 +1,2 @@
-"""Theorems of the papers, derived: schedules, their best tiles, regimes and patterns. Reports use
-them, calls do not."""
+"""Derivations from the theorems of the papers: schedules, their best tiles, regimes and patterns.
+Reports use them; calls do not."""

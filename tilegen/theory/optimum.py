@@ -1,10 +1,10 @@
-"""The best tiles of every schedule, derived, and what it moves with them.
+"""Derive the best tiles of every schedule, and the words that it moves with them.
 
-A schedule moves words(tiles) and must hold held(tiles) <= M. The Karush-Kuhn-Tucker conditions
-decide: a tile side that costs room and saves no words sits at its lower bound `c`; the others make
-the Lagrangian stationary with all of M in use. Nothing here is typed in but the conditions: words
-and footprints come from `schedules`, SymPy solves. Words are words of the inputs; an fp32 word
-weighs `alpha` of them.
+A schedule moves words(tiles) and must hold held(tiles) <= M. By the Karush-Kuhn-Tucker conditions,
+a tile side that takes room and saves no words is at its lower bound `c`; the others make the
+Lagrangian stationary with all of M in use. Only the conditions are stated here: words and
+footprints come from `schedules`, and SymPy solves. Words are words of the inputs; an fp32 word
+counts as `alpha` of them.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from tilegen.model.traffic import UNMASKED
 from tilegen.theory.schedules import SCHEDULES, Schedule, smooth
 
 SIDES = (B_r, B_c, B_p, B_e, B_d, B_k, B)
-"""Every side that a tile may have."""
+"""All sides that a tile can have."""
 
 PASSES: dict[str, tuple[str, ...]] = {"bwd_two_pass": ("bwd_dkdv", "bwd_dq")}
-"""Schedules made of several kernels, each with tiles of its own. The preprocess, and the kernel
-that rounds dQ, move O(N d) words and do not count in leading terms."""
+"""Schedules made of several kernels, each with its own tiles. The preprocess, and the kernel that
+rounds dQ, move O(N d) words, which leading terms ignore."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Optimum:
-    """The solution of one tile problem."""
+    """The solution of a tile problem."""
 
     tiles: Mapping[sp.Symbol, sp.Expr]
     prices: tuple[sp.Expr, ...]
@@ -57,10 +57,10 @@ class Optimum:
 def optimal_tiles(
     words: sp.Expr, held: Sequence[sp.Expr], sides: Sequence[sp.Symbol], memory: sp.Expr = M
 ) -> Optimum:
-    """Return the tiles that minimise `words` subject to every `held` <= `memory` and sides >= `c`.
+    """Return the tiles that minimise `words` with every `held` <= `memory` and sides >= `c`.
 
-    Words and what is held are polynomials in the sides and their inverses, and all other symbols
-    are positive. Raises ValueError where no solution, or more than one, is positive.
+    `words` and `held` must be polynomials in the sides and their inverses, with all other symbols
+    positive. Raises ValueError unless exactly one solution is positive.
     """
     lowest, free = _split_sides(words, sides)
     limits = [limit.subs(lowest) for limit in held]
@@ -79,11 +79,13 @@ def optimal_tiles(
 
 @cache
 def exact_tiles(schedule: str) -> Mapping[sp.Symbol, sp.Expr]:
-    """Return the best tiles of a schedule that streams along one side, all small terms kept.
+    """Return the best tiles of a schedule that streams along one side, without dropping small
+    terms.
 
-    For the Q-stationary forward B_c = c and B_r = (M - n c (d_qk + d_v)) / (...): memory belongs to
-    B_r, and B_c is as large as latency and matrix instructions ask. Tiles are real numbers, and
-    need not divide anything. Raises ValueError for schedules with more free sides.
+    For the Q-stationary forward B_c = c and B_r = (M - n c (d_qk + d_v)) / (...): memory goes to
+    B_r, and B_c is as large as latency and matrix instructions require. Tiles are real numbers that
+    need not divide anything. Raises ValueError for schedules with several phases or more free
+    sides.
     """
     record = SCHEDULES[schedule]
     if len(record.phases) != 1:
@@ -96,7 +98,7 @@ def exact_tiles(schedule: str) -> Mapping[sp.Symbol, sp.Expr]:
 def product_tiles() -> Mapping[sp.Symbol, sp.Expr]:
     """Return the tiles of a matrix product that sums over chunks of c: sqrt(M + c^2) - c each.
 
-    The tiles minimise N_q N_kv d (1 / B_r + 1 / B_c) with B_r B_c + c (B_r + B_c) words on chip.
+    They minimise N_q N_kv d (1 / B_r + 1 / B_c) with B_r B_c + c (B_r + B_c) words on chip.
     """
     words = N_q * N_kv * d_qk * (1 / B_r + 1 / B_c)
     return optimal_tiles(words, [B_r * B_c + c * (B_r + B_c)], (B_r, B_c)).tiles
@@ -106,7 +108,7 @@ def product_tiles() -> Mapping[sp.Symbol, sp.Expr]:
 def leading_tiles(schedule: str) -> Mapping[sp.Symbol, sp.Expr]:
     """Return the best tiles for M to infinity at a fixed x = d / sqrt(M), in units of sqrt(M).
 
-    Sides at their lower bound vanish in these units and are left out.
+    Sides at their lower bound are 0 in these units, and are left out.
     """
     return _leading_tiles(SCHEDULES[schedule])
 
@@ -115,19 +117,19 @@ def leading_tiles(schedule: str) -> Mapping[sp.Symbol, sp.Expr]:
 def leading_words(schedule: str) -> sp.Expr:
     """Return words / N^2 of a schedule at its best tiles, in x = d / sqrt(M), alpha and kappa.
 
-    The limit for N and M to infinity, where chunks and streamed rows take no room. The papers count
-    with alpha = 1. Where M > d^2 / alpha, B_e may come out wider than d: see `narrow_words`.
+    The limit for N and M to infinity, where chunks and streamed rows need no room. The papers use
+    alpha = 1. If M > d^2 / alpha, B_e may be wider than d: see `narrow_words`.
     """
     if schedule in PASSES:
-        return sp.factor(sp.Add(*(leading_words(one) for one in PASSES[schedule])))
+        return sp.factor(sp.Add(*(leading_words(part) for part in PASSES[schedule])))
     return words_at(schedule, leading_tiles(schedule))
 
 
 @cache
 def narrow_words(schedule: str) -> tuple[sp.Expr, sp.Expr]:
-    """Return (words / N^2 with B_e = d, the x below which the best B_e is wider than that).
+    """Return (words / N^2 with B_e = d, the x below which the best B_e is wider than d).
 
-    Only schedules with a free B_e have a narrow form. Raises ValueError for the others.
+    Raises ValueError for schedules without a free B_e.
     """
     wide = leading_tiles(schedule).get(B_e)
     if wide is None:
@@ -146,9 +148,9 @@ def words_at(schedule: str, tiles: Mapping[sp.Symbol, sp.Expr]) -> sp.Expr:
 def crossover(large_cache: str, small_cache: str, *, narrow: bool = False) -> sp.Expr:
     """Return the x = d / sqrt(M) above which the small-cache schedule moves fewer words.
 
-    The theorems (Saha and Ye, 3.1; Li et al., 1.1) place it at M = Theta(d^2). `narrow` keeps B_e
-    within d (see `narrow_words`), which matters where the result is below 1 / sqrt(alpha): the
-    backward with equal words then crosses at M = 1.126 d^2 instead of 1.127.
+    The theorems (Saha and Ye, 3.1; Li et al., 1.1) place it at M = Theta(d^2). `narrow` limits B_e
+    to d (see `narrow_words`), which matters if the result is below 1 / sqrt(alpha). The backward
+    with equal words then crosses at M = 1.126 d^2 instead of 1.127.
     """
     small = narrow_words(small_cache)[0] if narrow else leading_words(small_cache)
     difference = leading_words(large_cache) - small
@@ -184,7 +186,7 @@ def _scaled_words(schedule: Schedule) -> sp.Expr:
 
 
 def _scaled_held(schedule: Schedule, sides: Sequence[sp.Symbol]) -> list[sp.Expr]:
-    """Return the words held / M, in the same units; sides not in `sides` stay finite, so vanish."""
+    """Return words held / M in the same units; sides not in `sides` stay finite, so they vanish."""
     scale = {side: _m * side for side in sides} | {d_qk: _m * x, d_v: _m * x}
     return [
         sp.expand(phase.subs(scale, simultaneous=True)).coeff(_m, 2)
@@ -193,7 +195,7 @@ def _scaled_held(schedule: Schedule, sides: Sequence[sp.Symbol]) -> list[sp.Expr
 
 
 def _tidy(value: sp.Expr) -> sp.Expr:
-    """Return an expression without roots in denominators that cancel."""
+    """Simplify an expression, cancelling roots in denominators."""
     roots = {symbol: sp.Dummy(symbol.name, positive=True) ** 2 for symbol in (alpha, s)}
     back = {square.base: sp.sqrt(symbol) for symbol, square in roots.items()}
     plain = sp.factor(sp.simplify(value.subs(roots)), deep=True)
@@ -208,10 +210,10 @@ def _tidy(value: sp.Expr) -> sp.Expr:
 def _split_sides(
     words: sp.Expr, sides: Sequence[sp.Symbol]
 ) -> tuple[dict[sp.Symbol, sp.Expr], list[sp.Symbol]]:
-    """Return the sides at their lower bound, and those that are free.
+    """Separate the sides at their lower bound from the free sides.
 
-    Every footprint grows with every side. Where words do not fall, the multiplier of `side >= c` is
-    positive, so by complementary slackness the side is c.
+    Every footprint grows with every side. If words do not decrease with a side, the multiplier of
+    `side >= c` is positive, so the side is c by complementary slackness.
     """
     lowest: dict[sp.Symbol, sp.Expr] = {}
     free: list[sp.Symbol] = []
@@ -229,24 +231,24 @@ def _solve(
     free: Sequence[sp.Symbol],
     multipliers: Sequence[sp.Dummy],
 ) -> tuple[dict[sp.Symbol, sp.Expr], tuple[sp.Expr, ...]]:
-    """Return sides and multipliers that satisfy all equations and are positive."""
-    real = {side: sp.Dummy(side.name, positive=True) for side in free}  # not integers
+    """Return the positive sides and multipliers that satisfy all equations."""
+    real = {side: sp.Dummy(side.name, positive=True) for side in free}  # reals, not integers
     back = {dummy: side for side, dummy in real.items()}
     equations = [equation.subs(real) for equation in (*stationary, *tight)]
     unknowns = [*back, *multipliers]
-    found = [
+    solutions = [
         {key: sp.simplify(value) for key, value in solution.items()}
         for solution in sp.solve(equations, unknowns, dict=True)
     ]
-    found = [one for one in found if all(_positive(one[key]) for key in unknowns)]
-    if len(found) != 1:
-        raise ValueError(f"expected one positive solution of {equations}, found {found}")
-    tiles = {back[dummy]: found[0][dummy] for dummy in back}
-    return tiles, tuple(found[0][price] for price in multipliers)
+    solutions = [x for x in solutions if all(_positive(x[key]) for key in unknowns)]
+    if len(solutions) != 1:
+        raise ValueError(f"expected one positive solution of {equations}, found {solutions}")
+    tiles = {back[dummy]: solutions[0][dummy] for dummy in back}
+    return tiles, tuple(solutions[0][price] for price in multipliers)
 
 
 def _positive(value: sp.Expr) -> bool:
-    """True for a solution that is positive where M is large beside the squared head dims."""
+    """Check whether a solution is positive for an M that is large beside the squared head dims."""
     sample = {symbol: sp.Integer(3) for symbol in value.free_symbols} | {M: sp.Integer(10) ** 6}
     at = sp.N(value.subs(sample))
     return bool(at.is_real and at > 0)

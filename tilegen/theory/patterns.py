@@ -1,10 +1,10 @@
-"""The share of a mask that a part of the computation can see, and the lower bound that follows.
+"""Lower bounds from the pattern of a mask: the entries that a part of the computation can span.
 
 A mask is a bipartite graph G of query and key-value rows. `e_G(k)` is the largest number of its
-entries in any sub-grid of I rows and J columns with I + J <= k. In Saha and Ye's Lemma 3.3
-(arXiv 2402.07443), which counts complete entries of S in a part of the computation, I J becomes
-`e_G`, so that the bound knows the mask's shape and not only its density: a mask saves transfers
-only where it has dense sub-grids as large as fast memory holds.
+entries in any sub-grid of I rows and J columns with I + J <= k. Saha and Ye's Lemma 3.3
+(arXiv 2402.07443) counts complete entries of S in a part of the computation. With `e_G` instead of
+I J, its bound depends on the mask's shape and not only on its density: a mask saves transfers only
+if it has dense sub-grids as large as fast memory can hold.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ Pattern = Literal["dense", "causal", "window", "block_diagonal", "unstructured",
 def spanned(pattern: Pattern) -> sp.Expr:
     """Return `e_G(k)` of one head (g = 1) as an expression of k; N, w, b and s describe the mask.
 
-    dense: I and J as equal as can be. causal, N x N: the last rows and the first columns, less the
-    triangle above the diagonal. window (row i keeps the w columns up to i): a rectangle fits while
-    k <= w + 1; beyond, two equal triangles stick out. That intervals are best is the discrete
+    dense: I and J as equal as possible. causal, N x N: the last rows and the first columns, minus
+    the triangle above the diagonal. window (row i keeps the w columns up to i): a rectangle fits if
+    k <= w + 1; otherwise two equal triangles stick out. Intervals are best by the discrete
     rearrangement inequality of Riesz (Hardy, Littlewood and Polya, Theorem 371). block_diagonal:
-    whole blocks first, since floor(k^2 / 4) is convex. These four are exact where the mask is large
+    whole blocks first, since floor(k^2 / 4) is convex. These four are exact if the mask is large
     enough, and upper bounds otherwise.
 
-    unstructured: s k^2 / 4, what the average sub-grid holds. The best one holds more: see
-    `unstructured_limit`. degree: any mask with at most w entries in a row or a column.
+    unstructured: s k^2 / 4, the entries of a mean sub-grid. The densest has more: see
+    `unstructured_limit`. degree: any mask with at most w entries in a row or column.
     """
     rectangle = sp.floor(k**2 / 4)
     match pattern:
@@ -61,8 +61,8 @@ def spanned(pattern: Pattern) -> sp.Expr:
 def unstructured_limit(doubt: float = 1e-3) -> sp.Expr:
     """Return an `e_G(k)` that holds with probability 1 - `doubt` for N x N masks of random entries.
 
-    Hoeffding's inequality for each sub-grid, and fewer than (e N / I)^I (e N / J)^J k of them: at
-    most s k^2 / 4 + sqrt(k^2 / 4 * log(count / doubt) / 2) entries.
+    It follows from Hoeffding's inequality for each of fewer than (e N / I)^I (e N / J)^J k
+    sub-grids: at most s k^2 / 4 + sqrt(k^2 / 4 * log(count / doubt) / 2) entries.
     """
     cells = k**2 / 4
     count = k * (1 + sp.log(2 * N / k)) + sp.log(k / sp.Float(doubt))
@@ -73,9 +73,8 @@ def pattern_bound(pattern: Pattern) -> sp.Expr:
     """Return the pattern-aware bound in words, for H_kv heads (g = 1) on P processors of M words.
 
     Q >= M (nnz / (e_G(floor(2M / d)) + 4M) - 1): a part of the computation that touches 2M words
-    completes at most e_G entries and reaches 4M more. For `dense` this is LB1. The pattern
-    `unstructured` has no such bound, since its `e_G` is a mean: substitute `unstructured_limit` in
-    `bound_of`.
+    completes at most e_G entries and reaches 4M more. For `dense` this is LB1. Raises ValueError
+    for `unstructured`, whose `e_G` is a mean: pass `unstructured_limit` to `bound_of` instead.
     """
     if pattern == "unstructured":
         raise ValueError("the mean of unstructured masks bounds nothing; use unstructured_limit")

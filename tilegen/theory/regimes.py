@@ -1,4 +1,4 @@
-"""The regime of a problem: theorems for sparse masks, and the points that divide regimes.
+"""Regimes: theorems for sparse masks, and the points at which schedules cross.
 
 Words are elements. FA1: Dao et al., arXiv 2205.14135. Li: Li et al., arXiv 2410.09397.
 Saha and Ye: arXiv 2402.07443.
@@ -24,9 +24,9 @@ def worst_case_over_instances(direction: Direction) -> sp.Expr:
     """Return Li, Theorem 4.5, without its constant. For reports only: NOT a bound for one mask.
 
     The formula is a worst case over all instances with these counts of nonzeros, and it counts
-    nonzeros of the factors; a mask has dense factors. Windows and blocks of fixed size move Theta(N
-    d) words, of which the formula asks N^1.5. The backward's subscripts are quoted from memory. Use
-    `patterns.pattern_bound` for a mask.
+    nonzeros of the factors, which are dense for a mask. Windows and blocks of fixed size move
+    Theta(N d) words, for which the formula gives N^1.5. The backward's subscripts are quoted from
+    memory. Use `patterns.pattern_bound` for a mask.
     """
     if direction == "forward":
         return sp.Min(Z**2 / M, Z * sp.sqrt(Z_S / M))
@@ -44,9 +44,9 @@ SMALL_CACHE: dict[Direction, str] = {"forward": "fwd_small_cache", "backward": "
 def dividing_memory(large_cache: str, small_cache: str) -> sp.Expr:
     """Return the M in words below which the small-cache schedule moves less: d^2 / x^2.
 
-    The x is where leading terms meet (`optimum.crossover`); in alpha, and kappa where the schedules
-    have it. 0.686 d^2 for the forward with equal words, 0.686 d^2 / s for a mask without structure
-    (`fwd_sparse_small_cache`).
+    x is the crossing of leading terms (`optimum.crossover`), in alpha, and in kappa if the
+    schedules have it. It gives 0.686 d^2 for the forward with equal words, and 0.686 d^2 / s for a
+    mask without structure (`fwd_sparse_small_cache`).
     """
     return d**2 / crossover(large_cache, small_cache) ** 2
 
@@ -72,9 +72,9 @@ def dividing_bytes(
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceRegime:
-    """One GPU and one size of inputs: fast memory in words, and head dims where regimes change.
+    """A GPU and a size of inputs: fast memory in words, and head dims at which regimes change.
 
-    The numbers are optimistic: a whole SM for one program, and no second buffer; buffers make M
+    The numbers are optimistic: a whole SM for one program, and no second buffer, which would make M
     smaller.
     """
 
@@ -90,14 +90,15 @@ class DeviceRegime:
     head_dim_on_chip: float
     """sqrt(M) with registers and tensor memory too, which hold one 32-bit word each."""
     dividing_head_dims: Mapping[Direction, float]
-    """Head dims above which the small-cache schedules move fewer bytes; backward in two passes."""
+    """Head dims above which the small-cache schedules move fewer bytes than FlashAttention's, whose
+    backward has two passes."""
 
 
 @cache
 def device_regimes(
     element_bytes: tuple[int, ...] = (2, 4), gpus: tuple[GpuSpec, ...] | None = None
 ) -> tuple[DeviceRegime, ...]:
-    """Return a row for each GPU (the catalogue, or `gpus`) and each size of inputs."""
+    """Return a row for each GPU (the catalogue's, or `gpus`) and each size of inputs."""
     return tuple(
         _device_regime(spec, size)
         for spec in (catalogue() if gpus is None else gpus)
@@ -126,8 +127,8 @@ def _device_regime(spec: GpuSpec, element_bytes: int) -> DeviceRegime:
 def critical_head_dim(gpu: GpuSpec, direction: Direction, *, element_bytes: int = 2) -> float:
     """Return the head dim above which the small-cache schedule moves fewer bytes on this GPU.
 
-    The head dim is optimistic: a whole SM for one program and no second buffer; backward in two
-    passes.
+    It is optimistic: a whole SM for one program, and no second buffer. It is compared with
+    FlashAttention's schedules, whose backward has two passes.
     """
     return _dividing_x(direction, element_bytes) * (gpu.on_chip_bytes / element_bytes) ** 0.5
 

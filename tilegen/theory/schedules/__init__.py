@@ -1,4 +1,4 @@
-"""Every schedule that is emitted or compared with: exact words and bytes, and what it holds."""
+"""All schedules, emitted or for comparison: words and bytes moved, and words held, exactly."""
 
 from __future__ import annotations
 
@@ -13,4 +13,4 @@ SCHEDULES: dict[str, Schedule] = {
     for schedule in vars(module).values()
     if isinstance(schedule, Schedule)
 }
-"""Schedules by their names."""
+"""Schedules by name."""

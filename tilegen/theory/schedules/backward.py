@@ -61,7 +61,7 @@ BWD_DKDV = Schedule(
     exps=_SQUARE,
     masks=True,
 )
-"""Each KV tile stays with its gradients; the query tiles of all g heads stream past it."""
+"""Each KV tile stays on chip with its gradients; the query tiles of all g heads are streamed."""
 
 BWD_DKDV_PER_HEAD = Schedule(
     name="bwd_dkdv_per_head",
@@ -83,7 +83,7 @@ BWD_DKDV_PER_HEAD = Schedule(
     exps=_SQUARE,
     masks=True,
 )
-"""The dK/dV pass with a program for each query head: more programs where heads and KV tiles are
+"""The dK/dV pass with a program for each query head: more programs if heads and KV tiles are
 few."""
 
 BWD_DQ = Schedule(
@@ -96,11 +96,11 @@ BWD_DQ = Schedule(
     exps=_SQUARE,
     masks=True,
 )
-"""Each query tile stays with its gradient; K and V stream past it."""
+"""Each query tile stays on chip with its gradient; K and V are streamed."""
 
 
 def _accumulated(tensor: str, additions: sp.Expr) -> tuple[Term, Term]:
-    """Return the traffic of adding into slow memory: `kappa` is 2 if it loads, 1 if it does not."""
+    """Return the traffic of adding to slow memory: `kappa` is 2 if an addition loads, else 1."""
     return (
         Term(tensor, "read", (kappa - 1) * additions, "fp32"),
         Term(tensor, "write", additions, "fp32"),
@@ -122,7 +122,7 @@ BWD_FUSED = Schedule(
     exps=_SQUARE,
     masks=True,
 )
-"""The dK/dV pass, in which dQ is added up in slow memory too."""
+"""The dK/dV pass, which also accumulates dQ in slow memory."""
 
 BWD_FUSED_FA2 = Schedule(
     name="bwd_fused_fa2",
@@ -134,7 +134,7 @@ BWD_FUSED_FA2 = Schedule(
     exps=_SQUARE,
     masks=True,
 )
-"""FA2's backward as printed: every step loads O too, although delta replaces it."""
+"""FA2's backward as printed: every step also loads O, although delta replaces it."""
 
 BWD_CONVERT = Schedule(
     name="bwd_convert",
@@ -167,7 +167,7 @@ BWD_FUSED_Q_STATIONARY = Schedule(
     exps=_SQUARE,
     masks=True,
 )
-"""The dQ pass, in which dK and dV are added up in slow memory too."""
+"""The dQ pass, which also accumulates dK and dV in slow memory."""
 
 BWD_FA1 = Schedule(
     name="bwd_fa1",
@@ -200,8 +200,8 @@ BWD_FA1 = Schedule(
     exps=_SQUARE,
     masks=True,
 )
-"""FA1's backward as printed: dQ goes out and back for every KV tile, and delta is computed from O
-every time."""
+"""FA1's backward as printed: dQ is loaded and stored for every KV tile, and delta is computed from
+O every time."""
 
 _T_C, _T_R = sp.ceiling(N_kv / B_c), sp.ceiling(N_q / B_r)
 _T_EK, _T_EV = sp.ceiling(d_qk / B_e), sp.ceiling(d_v / B_e)
@@ -248,5 +248,6 @@ BWD_SMALL_CACHE = Schedule(
     flops=_FIVE_PRODUCTS,
     exps=_SQUARE,
 )
-"""P and dS are stored. The products that form them have tiles of B_r x B_c, the three that sum over
-rows B_p x B_e. P comes back in pieces of B_d columns, in the place of the chunks of dO and V."""
+"""P and dS are stored. Products that compute them have tiles of B_r x B_c; the three products that
+sum over rows have tiles of B_p x B_e. P is loaded again in pieces of B_d columns, into the memory
+of the chunks of dO and V."""

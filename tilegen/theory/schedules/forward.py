@@ -52,7 +52,7 @@ FWD_Q_STATIONARY = Schedule(
     exps=_SQUARE,
     masks=True,
 )
-"""Each query tile stays with its output; K and V stream past it."""
+"""Each query tile stays on chip with its output; K and V are streamed."""
 
 FWD_Q_STATIONARY_MLA = Schedule(
     name="fwd_q_stationary_mla",
@@ -104,10 +104,10 @@ FWD_KV_STATIONARY_FA1 = _kv_stationary(
     ),
     True,
 )
-"""Each KV tile stays; outputs and statistics, put into memory as zeros and -inf first, go out and
-come back for every one of them."""
+"""Each KV tile stays on chip. Outputs and statistics are initialised in memory with zeros and -inf,
+then loaded and stored for every KV tile."""
 
-_LATER = (_T_C - 1) * _ROWS  # rows that come back, after their first KV tile
+_LATER = (_T_C - 1) * _ROWS  # rows that are loaded again, after the first KV tile
 FWD_KV_STATIONARY = _kv_stationary(
     "fwd_kv_stationary",
     "FA1, Algorithm 1, without the first load and with the outputs of FA2",
@@ -120,10 +120,10 @@ FWD_KV_STATIONARY = _kv_stationary(
     ),
     False,
 )
-"""The schedule of FA1 that starts from nothing in the first KV tile and stores the result in the
+"""FA1's schedule, starting without a load at the first KV tile and storing the result at the
 last."""
 
-_PARTS = sp.ceiling(_T_C / sp.ceiling(_T_C / n_s))  # splits that have any tile
+_PARTS = sp.ceiling(_T_C / sp.ceiling(_T_C / n_s))  # splits with at least one tile
 FWD_SPLIT_KV = Schedule(
     name="fwd_split_kv",
     citation="Flash-decoding (Dao et al., 2023), with its combining kernel",
@@ -143,7 +143,7 @@ FWD_SPLIT_KV = Schedule(
     exps=_SQUARE,
     masks=True,
 )
-"""n_s programs share the KV tiles of one query tile; each writes a normalised output and lse."""
+"""n_s programs divide the KV tiles of a query tile; each writes a normalised output and lse."""
 
 _SY_ROWS, _SY_COLUMNS = sp.ceiling(N_q / B), sp.ceiling(N_kv / B)
 FWD_SAHA_YE = Schedule(
@@ -164,12 +164,12 @@ FWD_SAHA_YE = Schedule(
     flops=_FLOPS,
     exps=_SQUARE,
 )
-"""Square blocks of exp(Q K^T) are stored, then multiplied by V. The schedule is not numerically
-safe."""
+"""Square blocks of exp(Q K^T) are stored, then multiplied by V. Without a running maximum, so
+exponentials can overflow."""
 
 
 def _small_cache(name: str, citation: str, size: Size, density: sp.Expr, kept: sp.Expr) -> Schedule:
-    """Return the small-cache forward; `kept` entries of S are stored, per key-value head."""
+    """Return the small-cache forward, which stores `kept` entries of S per key-value head."""
     rows_again = sp.ceiling(N_q / B_p)
     return Schedule(
         name=name,
@@ -211,8 +211,8 @@ FWD_SMALL_CACHE = _small_cache(
     _ONE,
     _SQUARE,
 )
-"""Phase 1 stores S and the row statistics, phase 2 forms exp(S - lse) V; each with its own tiles.
-The head dims stream past in chunks, so tiles grow to sqrt(M) however wide they are. S is
+"""Phase 1 stores S and the row statistics; phase 2 computes exp(S - lse) V. Each phase has its own
+tiles. Head dims are streamed in chunks, so tiles grow to sqrt(M) for any head dim. S is
 exponentiated for the statistics, and again for each chunk of the output."""
 
 FWD_SMALL_CACHE_FP32 = _small_cache(
@@ -222,7 +222,7 @@ FWD_SMALL_CACHE_FP32 = _small_cache(
     _ONE,
     _SQUARE,
 )
-"""The small-cache forward with S as it was accumulated: more words, no rounding."""
+"""The small-cache forward with S in fp32, as accumulated: more words, no rounding."""
 
 FWD_SPARSE_SMALL_CACHE = _small_cache(
     "fwd_sparse_small_cache",
@@ -233,7 +233,7 @@ FWD_SPARSE_SMALL_CACHE = _small_cache(
     g * nnz,
 )
 """A tile of S is held and stored without the entries that the mask drops, so tiles grow to
-sqrt(M / s). Every tile is visited. The footprint is the mean; indices are not counted."""
+sqrt(M / s). Every tile is visited. The footprint is a mean, and does not count indices."""
 
 FWD_S_STATIONARY = Schedule(
     name="fwd_s_stationary",
@@ -259,7 +259,8 @@ FWD_S_STATIONARY = Schedule(
     flops=_FLOPS,
     exps=_SQUARE,
 )
-"""Tiles of S stay until used; chunks of Q and K stream by, and the output goes out and back."""
+"""Tiles of S stay on chip until used; chunks of Q and K are streamed, and the output is loaded and
+stored."""
 
 FWD_O_STATIONARY = Schedule(
     name="fwd_o_stationary",
@@ -278,7 +279,7 @@ FWD_O_STATIONARY = Schedule(
     flops=_FLOPS,
     exps=_SQUARE,
 )
-"""Only the output stays: for head dims where Q does not fit beside it."""
+"""Only the output stays on chip: for head dims at which Q does not fit beside it."""
 
 FWD_V_SPLIT = Schedule(
     name="fwd_v_split",
@@ -303,4 +304,4 @@ FWD_V_SPLIT = Schedule(
     exps=_T_E * _SQUARE,
     masks=True,
 )
-"""Programs share d_v and each computes S."""
+"""Programs divide d_v; each computes S."""

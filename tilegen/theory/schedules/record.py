@@ -1,4 +1,4 @@
-"""A schedule: the words that it moves, and the words that it holds on chip."""
+"""The record of a schedule: the words that it moves, and the words that it holds on chip."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tilegen.model.traffic import (
 
 @dataclass(frozen=True)
 class Held:
-    """Words of one tensor that are on chip at the same time."""
+    """Words of a tensor that are on chip at the same time."""
 
     tensor: str
     words: sp.Expr
@@ -47,10 +47,10 @@ class Held:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """One way to order the computation, for one key-value head and its g query heads.
+    """An order of the computation, for one key-value head and its g query heads.
 
     Exact for ragged tiles too: nothing outside a tensor is moved. `g V_kv` and `g V_q` are streamed
-    rows (see symbols.py); `unmasked` says what they are where nothing is masked.
+    rows (see symbols.py); substitute UNMASKED for them if nothing is masked.
     """
 
     name: str
@@ -58,34 +58,34 @@ class Schedule:
     direction: Direction
     terms: tuple[Term, ...]
     phases: tuple[tuple[Held, ...], ...]
-    """Words that are on chip together, by phase; each phase must fit, for tiles not cut off."""
+    """Words that are on chip together, by phase. Each phase must fit, with whole tiles."""
     flops: sp.Expr
-    """Operations of all matrix products without a mask; a multiply-add is two."""
+    """Operations of all matrix products without a mask; a multiply-add counts as two."""
     exps: sp.Expr
-    """Exponentials of scores where nothing is masked."""
+    """Exponentials of scores without a mask."""
     masks: bool = False
-    """True: the terms hold under a mask too, with its visited rows for V_kv and V_q."""
+    """True: the terms also hold under a mask, with the visited rows for V_kv and V_q."""
 
     def words(self, direction: Literal["read", "write"] | None = None) -> sp.Expr:
-        """Return the words moved, of one direction or both."""
+        """Sum the words moved in one direction or both."""
         return total_words(self._moved(direction))
 
     def bytes(self, direction: Literal["read", "write"] | None = None) -> sp.Expr:
-        """Return the bytes moved, of one direction or both; `e` is the size of an element."""
+        """Sum the bytes moved in one direction or both; `e` is the size of an element."""
         return total_bytes(self._moved(direction))
 
     def weighted_words(self) -> sp.Expr:
-        """Return the words moved, in words of the inputs: each fp32 word is `alpha` of them."""
+        """Sum the words moved, in words of the inputs: an fp32 word counts as `alpha`."""
         return sp.Add(*(term.words * weight(term.size) for term in self.terms))
 
     @property
     def footprint(self) -> sp.Expr:
-        """Words on chip, in the phase that holds most."""
+        """Words on chip in the largest phase."""
         return _largest(sp.Add(*(held.words for held in phase)) for phase in self.phases)
 
     @property
     def footprint_bytes(self) -> sp.Expr:
-        """Bytes on chip, in the phase that holds most; `e` is the size of an element."""
+        """Bytes on chip in the largest phase; `e` is the size of an element."""
         sizes: dict[Size, sp.Expr | int] = {"element": e, "fp32": ACCUMULATOR_BYTES}
         return _largest(
             sp.Add(*(held.words * sizes[held.size] for held in phase)) for phase in self.phases
@@ -100,8 +100,8 @@ class Schedule:
     def per_score(self) -> sp.Expr:
         """Return weighted words / N^2 for N to infinity, as an expression of the tiles.
 
-        The expression is that of one head, equal lengths and head dims, and no mask but a density;
-        a last tile that is cut off no longer matters.
+        For one head, equal lengths and head dims, and no mask but a density. In this limit ragged
+        tiles do not matter.
         """
         words = smooth(self.weighted_words().subs(UNMASKED))
         words = words.subs({nnz: s * N**2, g: 1, N_q: N, N_kv: N, d_qk: d, d_v: d})
@@ -112,12 +112,12 @@ class Schedule:
 
 
 def weight(size: Size) -> sp.Expr:
-    """Return the words of the inputs that one word of this size costs."""
+    """Return the number of input words that a word of this size counts as."""
     return alpha if size == "fp32" else sp.Integer(1)
 
 
 def smooth(expression: sp.Expr) -> sp.Expr:
-    """Return the expression without rounding up, as if tiles divided everything."""
+    """Return the expression without rounding up, as if tiles divided all lengths."""
     return expression.replace(sp.ceiling, lambda argument: argument)
 
 
@@ -140,7 +140,7 @@ PACKED_UNMASKED = {
     V_kv: sp.ceiling(g * N_q / B_r) * N_kv,
     V_q: sp.ceiling(N_kv / B_c) * g * N_q,
 }
-"""Visited rows of a packed schedule where nothing is masked."""
+"""Visited rows of a packed schedule without a mask."""
 
 
 def _largest(phases: Iterable[sp.Expr]) -> sp.Expr:
