@@ -85,10 +85,11 @@ def test_what_is_read_of_batches_and_layers_exists() -> None:
             and one.value.id == name
         }
 
-    batch = read("init_forward_metadata", "its") | read("_batch", "its")
-    batch |= read("init_forward_metadata_out_graph", "its")
+    batch = read("init_forward_metadata", "forward") | read("_batch", "forward")
+    batch |= read("init_forward_metadata_out_graph", "forward")
     assert len(batch) >= 8
-    batch |= read("_drafts_of", "its") | read("_seen", "its") | read("_are_whole", "its")
+    for where in ("_drafts_of", "_seen", "_are_whole"):
+        batch |= read(where, "forward")
     assert batch <= set(NAMES["ForwardBatch"]["names"])
     speculative = {
         one.attr

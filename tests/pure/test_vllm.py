@@ -97,7 +97,7 @@ def test_fields_that_are_read_exist() -> None:
         if isinstance(function, ast.FunctionDef) and function.name in ("build", "refuse_batches")
         for one in ast.walk(function)
         if isinstance(one, ast.Attribute) and isinstance(one.value, ast.Name)
-        if one.value.id == "its"
+        if one.value.id == "common"
     }
     assert len(read) >= 9
     assert read <= set(NAMES[f"{MODULE}:CommonAttentionMetadata"]["names"])

@@ -1,2 +1,2 @@
-"""The names of other libraries, with tilegen's kernels behind them. Importing this imports none of
-them: each module imports the package that it is for."""
+"""Interfaces of other libraries, computed by tilegen's kernels. Importing this package imports none
+of the libraries; each module imports the library that it is for."""

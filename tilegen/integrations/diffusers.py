@@ -1,7 +1,7 @@
-"""tilegen in diffusers' dispatcher of attention.
+"""tilegen in diffusers' attention dispatcher.
 
-diffusers has no place for back ends of others: its names are a closed list. Within `attention()`,
-the one that PyTorch computes, "native", is tilegen; outside of it nothing has changed.
+diffusers has a closed list of back ends. Within `attention()` tilegen replaces the back end
+"native", which otherwise is PyTorch; outside of it nothing changes.
 """
 
 from __future__ import annotations
@@ -25,18 +25,17 @@ from tilegen.runtime.call import shown
 
 @contextmanager
 def attention() -> Generator[None]:
-    """Make tilegen compute what models of diffusers compute with their "native" back end, which is
-    the one in use unless a model has been told otherwise. Raises Unsupported where diffusers has
-    other registers."""
+    """Make tilegen the "native" back end of diffusers, which models use by default. Raises
+    Unsupported if diffusers' registry has another form."""
     registry: Any = getattr(attention_dispatch, "_AttentionBackendRegistry", None)
     names: Any = getattr(attention_dispatch, "AttentionBackendName", None)
     tables = ("_backends", "_constraints", "_supported_arg_names")
-    if any(getattr(registry, one, None) is None for one in (*tables, "_active_backend")):
+    if any(getattr(registry, table, None) is None for table in (*tables, "_active_backend")):
         raise Unsupported(
             f"expected the registers of back ends of diffusers 0.42, got {diffusers.__version__}"
         )
     native = names.NATIVE
-    before = {one: getattr(registry, one)[native] for one in tables}
+    before = {table: getattr(registry, table)[native] for table in tables}
     parallel, active = registry._supports_context_parallel, registry._active_backend
     had_parallel = native.value in parallel
     registry.register(native)(backend)
@@ -46,8 +45,8 @@ def attention() -> Generator[None]:
         yield
     finally:
         registry.set_active_backend(active)
-        for one in tables:
-            getattr(registry, one)[native] = before[one]
+        for table in tables:
+            getattr(registry, table)[native] = before[table]
         if had_parallel:
             parallel.add(native.value)
 
@@ -64,15 +63,15 @@ def backend(
     return_lse: bool = False,
     _parallel_config: Any = None,
 ) -> Any:
-    """Return out (batch, seqlen, heads, dim), with `return_lse` also lse (batch, seqlen, heads).
+    """Compute out (batch, seqlen, heads, dim), with `return_lse` also lse (batch, seqlen, heads).
 
-    q, k and v are (batch, seqlen, heads, dim). `attn_mask` says which keys are tokens (batch,
+    q, k and v are (batch, seqlen, heads, dim). `attn_mask` marks the keys that are tokens (batch,
     seqlen_kv), or is a bool or additive mask of four dimensions, or a BlockMask. diffusers drops
-    arguments that a back end does not name. Raises InvalidProblem and Unsupported.
+    arguments that are not in this signature. Raises InvalidProblem and Unsupported.
     """
     if _parallel_config is not None:
         raise Unsupported("expected no context parallelism, which needs diffusers' own back ends")
-    q, k, v = (one.transpose(1, 2) for one in (query, key, value))
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if q.shape[1] != k.shape[1] and not enable_gqa:
         raise InvalidProblem(
             f"query has {q.shape[1]} heads and key {k.shape[1]}; pass enable_gqa=True"

@@ -1,11 +1,11 @@
-"""flash-attn's functions, by its names, with tilegen's kernels: change one import.
+"""flash-attn's functions under their own names, computed by tilegen: change one import.
 
 Signatures and layouts are those of flash-attn 2.8: (batch, seqlen, heads, dim), or packed (tokens,
-heads, dim). Masks end at the last query and the last key. What differs: gradients of q, k and v are
-deterministic whether asked for or not, alibi_slopes get gradients where they require them, lse is
-differentiable, and that of a row that is left nothing is -inf. The lengths of the longest sequences
-are not looked at. Whoever asks for attention probabilities gets (out, lse, None): they are never
-made. `flash_attn_with_kvcache` is in flash_cache.py.
+heads, dim). Masks are aligned to the last query and the last key. Differences from flash-attn:
+gradients of q, k and v are deterministic with any arguments, alibi_slopes get gradients if they
+require them, and lse is differentiable. lse of a row without kept keys is -inf. max_seqlen
+arguments are ignored without a block_table. Attention probabilities are never computed: callers
+that request them get (out, lse, None). `flash_attn_with_kvcache` is in flash_cache.py.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """Return attention (batch, seqlen_q, heads, dim) of q (batch, seqlen_q, heads, dim), k and v
-    (batch, seqlen_kv, heads_kv, dim), differentiable.
+    """Compute attention (batch, seqlen_q, heads, dim) of q (batch, seqlen_q, heads, dim), k and v
+    (batch, seqlen_kv, heads_kv, dim), differentiably.
 
-    `dropout_p` is the probability that a weight is dropped, drawn from torch.manual_seed.
-    `window_size` holds the distances that are kept to the left and to the right, -1 is unbounded.
-    A `softcap` above 0 keeps logits within it; alibi_slopes (heads,) or (batch, heads) lower each
-    logit by its distance, in both directions. With `return_attn_probs` (out, lse (batch, heads,
-    seqlen_q), None). Raises InvalidProblem or Unsupported.
+    `dropout_p` is the probability that a weight is dropped, reproducible by torch.manual_seed.
+    `window_size` holds the distances kept to the left and to the right; -1 is unbounded. A
+    `softcap` above 0 limits logits to it. `alibi_slopes` (heads,) or (batch, heads) lower each
+    logit by slope times distance, in both directions. With `return_attn_probs` returns (out, lse,
+    None), lse (batch, heads, seqlen_q). Raises InvalidProblem or Unsupported.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_axes(name, x, "batch, seqlen, heads, dim")
@@ -74,7 +74,7 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """Return `flash_attn_func` of qkv (batch, seqlen, 3, heads, dim)."""
+    """Compute `flash_attn_func` of qkv (batch, seqlen, 3, heads, dim)."""
     q, k, v = _parts("qkv", qkv, "batch, seqlen, 3, heads, dim")
     return flash_attn_func(
         *(q, k, v),
@@ -95,7 +95,7 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """Return `flash_attn_func` of kv (batch, seqlen_kv, 2, heads_kv, dim)."""
+    """Compute `flash_attn_func` of kv (batch, seqlen_kv, 2, heads_kv, dim)."""
     k, v = _parts("kv", kv, "batch, seqlen, 2, heads_kv, dim")
     return flash_attn_func(
         *(q, k, v),
@@ -122,16 +122,16 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: torch.Tensor | None = None,
 ) -> Any:
-    """Return attention (tokens_q, heads, dim) within each document of q (tokens_q, heads, dim), k
-    and v (tokens_kv, heads_kv, dim), differentiable.
+    """Compute attention (tokens_q, heads, dim) within each document of q (tokens_q, heads, dim), k
+    and v (tokens_kv, heads_kv, dim), differentiably.
 
-    cu_seqlens (documents + 1,) say where documents start, and where the last one ends; masks end at
-    the last query and the last key of each. Other arguments are those of `flash_attn_func`, slopes
-    of shape (documents, heads) among them; lse is (heads, tokens_q). Raises InvalidProblem or
-    Unsupported.
+    cu_seqlens (documents + 1,) are the starts of documents, and the end of the last. Masks are
+    aligned to the last query and the last key of each document. Other arguments are those of
+    `flash_attn_func`; alibi_slopes may be (documents, heads). lse is (heads, tokens_q). Raises
+    InvalidProblem or Unsupported.
 
-    With a `block_table` (documents, most pages of one) k and v are pages (pages, keys, heads_kv,
-    dim), and there is neither dropout nor a gradient.
+    With a `block_table` (documents, most pages of a document) k and v are pages (pages, keys,
+    heads_kv, dim). Dropout and gradients are then unsupported, and max_seqlen_q is required.
     """
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         check_axes(name, x, "documents + 1")
@@ -174,7 +174,7 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """Return `flash_attn_varlen_func` of qkv (tokens, 3, heads, dim)."""
+    """Compute `flash_attn_varlen_func` of qkv (tokens, 3, heads, dim)."""
     q, k, v = _parts("qkv", qkv, "tokens, 3, heads, dim")
     return flash_attn_varlen_func(
         *(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen),
@@ -199,7 +199,7 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """Return `flash_attn_varlen_func` of kv (tokens_kv, 2, heads_kv, dim)."""
+    """Compute `flash_attn_varlen_func` of kv (tokens_kv, 2, heads_kv, dim)."""
     k, v = _parts("kv", kv, "tokens, 2, heads_kv, dim")
     return flash_attn_varlen_func(
         *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
@@ -209,7 +209,7 @@ def flash_attn_varlen_kvpacked_func(
 
 
 def _parts(name: str, x: torch.Tensor, axes: str) -> tuple[torch.Tensor, ...]:
-    """Split tensors that are packed along the third dimension from behind. Raises
+    """Split tensors that are packed along the third dimension from the end. Raises
     InvalidProblem."""
     check_axes(name, x, axes)
     if x.shape[-3] != len(name):  # "qkv" or "kv"

@@ -1,10 +1,10 @@
-"""tilegen as one of PyTorch's flash attention implementations, beside FA3 and FA4: what SDPA and
-`varlen_attn` route to flash on a GPU runs on tilegen's kernels.
+"""tilegen as one of PyTorch's flash attention implementations, beside FA3 and FA4. It computes the
+calls that SDPA and `varlen_attn` route to flash on a GPU.
 
-The five operators that PyTorch's flash goes through are overridden with what `aten` promises:
-layouts (batch, seqlen, heads, dim) or packed (tokens, heads, dim), a log-sum-exp by head, and a
-state of random numbers that nothing reads without dropout. Calls that tilegen does not do reach the
-kernel that was there before.
+The five operators of PyTorch's flash attention are overridden, with the contracts of `aten`:
+layouts (batch, seqlen, heads, dim) or packed (tokens, heads, dim), lse by head, and a random state
+that is unused without dropout. Calls that tilegen does not support reach the kernel registered
+before.
 """
 
 from __future__ import annotations
@@ -36,18 +36,17 @@ NAME = "tilegen"
 
 
 def activate() -> None:
-    """Have PyTorch run on tilegen what its SDPA and `varlen_attn` route to flash on a GPU.
+    """Compute with tilegen the calls that PyTorch's SDPA and `varlen_attn` route to flash on a GPU.
 
-    Those are calls in fp16 and bf16 with head dims up to 256 and no explicit mask; for all others
+    These are calls in fp16 and bf16 with head dims up to 256 and no explicit mask; for all others
     see `tilegen.integrations.sdpa.everywhere`. The same as
-    `torch.nn.attention.activate_flash_attention_impl("tilegen")`, once this module is imported.
+    `torch.nn.attention.activate_flash_attention_impl("tilegen")` after importing this module.
     """
     activate_flash_attention_impl(NAME)
 
 
 def deactivate() -> None:
-    """Have PyTorch run its own flash attention again; changes nothing where tilegen is not
-    active."""
+    """Restore PyTorch's own flash attention; does nothing if tilegen is not active."""
     if current_flash_attention_impl() == NAME:
         restore_flash_attention_impl()
 
@@ -56,21 +55,21 @@ class Overrides:
     """The overrides of the five operators, in place until removed."""
 
     def __init__(self, device: str = "CUDA") -> None:
-        """`device` is the dispatch key that they are for."""
+        """`device` is the dispatch key of the overrides."""
         self._library: Library | None = Library("aten", "IMPL", device)
         for name, function in OPERATORS.items():
-            if not hasattr(torch.ops.aten, name):  # PyTorch 2.11 does not write out in place
+            if not hasattr(torch.ops.aten, name):  # PyTorch 2.11 has no in-place forward
                 continue
             before = _kernel(f"aten::{name}", device)
             self._library.impl(name, _or_before(function, before), device, with_keyset=True)
 
     def remove(self) -> None:
-        """Put the operators back as they were."""
+        """Restore the operators."""
         self._library = None
 
 
 def _kernel(name: str, device: str) -> Any:
-    """Return the kernel of an operator on a device; None where there is none."""
+    """Return the kernel of an operator on a device, or None."""
     try:
         return torch.library.get_kernel(name, device)
     except RuntimeError:
@@ -78,12 +77,12 @@ def _kernel(name: str, device: str) -> Any:
 
 
 def _or_before(function: Callable[..., Any], before: Any) -> Callable[..., Any]:
-    """Return a function that leaves what tilegen does not do to the kernel that was there
-    before."""
+    """Return a function that falls back to the kernel registered before if tilegen does not support
+    a call."""
 
     def override(keys: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            with torch.no_grad():  # autograd is PyTorch's: it calls the other operator
+            with torch.no_grad():  # PyTorch's autograd calls the backward operator
                 return function(*args, **kwargs)
         except TilegenError as error:
             if before is None:
@@ -119,8 +118,11 @@ def flash_attention_forward(
     block_table: torch.Tensor | None = None,
     num_splits: int | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Return out, lse, two states of random numbers and an empty debug mask, of query, key and
-    value (batch, seqlen, heads, dim), or packed. Raises InvalidProblem or Unsupported."""
+    """Compute attention of query, key and value (batch, seqlen, heads, dim), or packed.
+
+    Returns out, lse, two random states and an empty debug mask. Raises InvalidProblem or
+    Unsupported.
+    """
     given = {
         "return_debug_mask": return_debug_mask or None,
         "seqused_k": seqused_k,
@@ -146,9 +148,10 @@ def flash_attention_forward(
 
 
 def flash_attention_forward_inplace(out: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Return lse, and put the rest of what `flash_attention_forward` returns into `out`."""
-    found, lse, *_ = flash_attention_forward(*args, **kwargs)
-    out.copy_(found)
+    """Compute attention into `out` and return lse; arguments are those of
+    `flash_attention_forward`."""
+    result, lse, *_ = flash_attention_forward(*args, **kwargs)
+    out.copy_(result)
     return lse
 
 
@@ -172,7 +175,7 @@ def flash_attention_backward(
     window_size_left: int | None = None,
     window_size_right: int | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Return the gradients of query, key and value. Raises InvalidProblem or Unsupported."""
+    """Compute the gradients of query, key and value. Raises InvalidProblem or Unsupported."""
     window = window_size_left, window_size_right
     q, dout, o = (_heads_first(x, cum_seq_q) for x in (query, grad_out, out))
     k, v = (_heads_first(x, cum_seq_k) for x in (key, value))
@@ -181,11 +184,11 @@ def flash_attention_backward(
     lse = logsumexp if cum_seq_q is None else logsumexp[None]
     changes = Changes(mask, dropout=dropout)
     factor = q.shape[3] ** -0.5 if scale is None else scale
-    found: Any = differentiated((q, k, v), (o, lse), dout, None, changes, factor)
+    grads: Any = differentiated((q, k, v), (o, lse), dout, None, changes, factor)
     return tuple(
-        _laid_out(_heads_back(one, cum_seq), like)
-        for one, cum_seq, like in zip(
-            found, (cum_seq_q, cum_seq_k, cum_seq_k), (query, key, value), strict=True
+        _laid_out(_heads_back(grad, cum_seq), like)
+        for grad, cum_seq, like in zip(
+            grads, (cum_seq_q, cum_seq_k, cum_seq_k), (query, key, value), strict=True
         )
     )
 
@@ -227,10 +230,10 @@ def sdpa_flash_attention_backward(
     *,
     scale: float | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Return the gradients of SDPA's operator, of query, key and value (batch, heads, seqlen,
+    """Compute the gradients of SDPA's operator by query, key and value (batch, heads, seqlen,
     dim)."""
     dout, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
-    found = flash_attention_backward(
+    grads = flash_attention_backward(
         dout,
         q,
         k,
@@ -248,8 +251,8 @@ def sdpa_flash_attention_backward(
         scale=scale,
     )
     return tuple(
-        _laid_out(one.transpose(1, 2), like)
-        for one, like in zip(found, (query, key, value), strict=True)
+        _laid_out(grad.transpose(1, 2), like)
+        for grad, like in zip(grads, (query, key, value), strict=True)
     )
 
 
@@ -260,7 +263,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "_scaled_dot_product_flash_attention": sdpa_flash_attention,
     "_scaled_dot_product_flash_attention_backward": sdpa_flash_attention_backward,
 }
-"""Functions that stand in for operators of `aten`, by the name of the operator."""
+"""Functions that replace operators of `aten`, by operator name."""
 
 
 # --------------------------------------------------------------------------------------------------
@@ -275,7 +278,7 @@ def _mask(
     is_causal: bool,
     window: tuple[int | None, int | None],
 ) -> Mask:
-    """Return the mask of a call, within documents where there are any."""
+    """Return the mask of a call, restricted to documents if there are any."""
     if (cum_seq_q is None) != (cum_seq_k is None):
         raise Unsupported("tilegen's flash attention needs cum_seq_q and cum_seq_k, or neither")
     if cum_seq_q is None or cum_seq_k is None:
@@ -286,19 +289,18 @@ def _mask(
 
 
 def _heads_first(x: torch.Tensor, cum_seq: torch.Tensor | None) -> torch.Tensor:
-    """Return (batch, heads, seqlen, dim)."""
+    """View x as (batch, heads, seqlen, dim)."""
     return x.transpose(1, 2) if cum_seq is None else x.transpose(0, 1)[None]
 
 
 def _heads_back(x: torch.Tensor, cum_seq: torch.Tensor | None) -> torch.Tensor:
-    """Return (batch, seqlen, heads, dim), or packed (tokens, heads, dim)."""
+    """View x as (batch, seqlen, heads, dim), or packed (tokens, heads, dim)."""
     return x.transpose(1, 2) if cum_seq is None else x[0].transpose(0, 1)
 
 
 def _laid_out(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with the strides that `torch.empty_like` gives: those that traced programs
-    were promised."""
-    if x.stride() == like.stride():  # which is dense then, as what kernels allocate is
+    """Return a tensor with the strides of `torch.empty_like(like)`, which tracing has assumed."""
+    if x.stride() == like.stride():  # x is dense, so these are the assumed strides
         return x
     promised = torch.empty_like(like, device="meta").stride()
     return x if x.stride() == promised else torch.empty_like(like).copy_(x)

@@ -1,4 +1,4 @@
-"""flash-attn's attention over a cache of keys and values that grows in place."""
+"""flash-attn's attention over a cache of keys and values, which it extends in place."""
 
 from __future__ import annotations
 
@@ -41,17 +41,18 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:
-    """Return attention (batch, seqlen_q, heads, dim) of q (batch, seqlen_q, heads, dim) over a
+    """Compute attention (batch, seqlen_q, heads, dim) of q (batch, seqlen_q, heads, dim) over a
     cache, without gradients.
 
-    k_cache and v_cache are (caches, seqlen_cache, heads_kv, dim), of which `cache_batch_idx`
-    (batch,) picks those of the batch (by default the first), or with a `block_table` (batch, most
-    pages of one) pages (pages, page, heads_kv, dim) of a power of two of at most 256 keys.
-    `cache_seqlens` (batch,), or one number for all, says how many keys are there (by default all).
-    New k and v (batch, seqlen_new, heads_kv, dim) are first written behind them, in place. Masks
-    end at the last query and the last key. `num_splits` is chosen by the model whatever is given.
-    Rotary embeddings and padding on the left are refused: rotate q and k before. With
-    `return_softmax_lse` (out, lse (batch, heads, seqlen_q)). Raises InvalidProblem or Unsupported.
+    k_cache and v_cache are (caches, seqlen_cache, heads_kv, dim). `cache_batch_idx` (batch,)
+    selects the caches of the batch, by default the first. With a `block_table` (batch, most pages
+    of an entry) they are pages (pages, page, heads_kv, dim) instead, of a power of two of at most
+    256 keys. `cache_seqlens` (batch,), or one number for all, counts the keys in each cache (by
+    default all). New k and v (batch, seqlen_new, heads_kv, dim) are first appended in place. Masks
+    are aligned to the last query and the last key. `num_splits` is ignored: the model chooses it.
+    Rotary embeddings and padding on the left are unsupported: rotate q and k before the call. With
+    `return_softmax_lse` returns (out, lse), lse (batch, heads, seqlen_q). Raises InvalidProblem or
+    Unsupported.
     """
     if rotary_cos is not None or rotary_sin is not None:
         raise Unsupported("expected rotary_cos=None: rotate q and k before the call")
@@ -62,8 +63,9 @@ def flash_attn_with_kvcache(
     new = () if k is None else (("k", k, NEW_AXES), ("v", v, NEW_AXES))
     given = ("k_cache", k_cache), ("v_cache", v_cache)
     axes = CACHE_AXES if block_table is None else PAGE_AXES["NHD"]
-    for name, x, its in (("q", q, NEW_AXES), *((*one, axes) for one in given), *new):
-        check_axes(name, x, its)
+    caches_given = ((name, cache, axes) for name, cache in given)
+    for name, x, expected in (("q", q, NEW_AXES), *caches_given, *new):
+        check_axes(name, x, expected)
     if block_table is None:
         if k_cache.shape[:3] != v_cache.shape[:3]:
             raise InvalidProblem(
@@ -96,10 +98,13 @@ def flash_attn_with_kvcache(
 
 
 def _as_pages(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Return caches (caches, seqlen, heads, dim) as pages, views that are written through, and how
-    many pages lie from one cache to the next. Raises Unsupported where there are none."""
+    """View caches (caches, seqlen, heads, dim) as pages, which can be written.
+
+    Also returns the number of pages from one cache to the next. Raises Unsupported if there is no
+    such view.
+    """
     caches, seqlen = k.shape[:2]
-    for page in (one for one in reversed(PAGES) if seqlen % one == 0):
+    for page in (size for size in reversed(PAGES) if seqlen % size == 0):
         steps = {_pages_between(x, page) for x in (k, v)} if caches > 1 else {seqlen // page}
         if len(steps) == 1 and (step := steps.pop()) is not None:
             pages = (caches - 1) * step + seqlen // page
@@ -116,23 +121,23 @@ def _as_pages(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
 
 def _pages_between(cache: torch.Tensor, page: int) -> int | None:
-    """Return the number of pages from one cache to the next, None where it is not whole."""
+    """Return the number of pages from one cache to the next; None if it is not an integer."""
     step, rest = divmod(cache.stride(0), max(1, page * cache.stride(1)))
     return None if rest else step
 
 
 def _table_of(
-    caches: int, each: int, step: int, chosen: torch.Tensor | None, q: torch.Tensor
+    caches: int, pages_each: int, step: int, chosen: torch.Tensor | None, q: torch.Tensor
 ) -> torch.Tensor:
-    """Return the pages of the first caches, or of those that are `chosen`, one for each entry of a
-    batch. Raises InvalidProblem."""
+    """Return the block table of a batch: the pages of the `chosen` caches, by default the first.
+    Raises InvalidProblem."""
     batch, device = q.shape[0], q.device
 
-    def made() -> torch.Tensor:
+    def all_pages() -> torch.Tensor:
         first = torch.arange(caches, dtype=torch.int32, device=device)[:, None] * step
-        return first + torch.arange(each, dtype=torch.int32, device=device)
+        return first + torch.arange(pages_each, dtype=torch.int32, device=device)
 
-    table = _tables.get((caches, each, step, device), made)
+    table = _tables.get((caches, pages_each, step, device), all_pages)
     if chosen is None:
         if caches < batch:
             raise InvalidProblem(f"k_cache must hold at least {batch} caches, got {caches}")

@@ -1,4 +1,4 @@
-"""Masks and scores for flash-attn's arguments: windows, soft caps and slopes."""
+"""Masks and scores from flash-attn's arguments: windows, soft caps and slopes."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ def mask_of(window_size: Sequence[int], causal: bool, alignment: Alignment) -> M
 def score_of(
     softcap: float, alibi_slopes: torch.Tensor | None, alignment: Alignment
 ) -> Score | None:
-    """Return the change of the scores of a call, None where there is none. Raises
-    InvalidProblem."""
+    """Return the score of a call, None if it changes no scores. Raises InvalidProblem."""
     if not isinstance(softcap, Real):
         raise InvalidProblem(f"softcap must be a number, 0 for none, got {shown(softcap)}")
     if alibi_slopes is None:
@@ -51,8 +50,7 @@ _softcap = made_once(scores.softcap)
 
 @made_once
 def _text(softcap: float, axes: str, alignment: Alignment) -> str:
-    """Return the canonical text of a soft cap, where it is above 0, and then of the distance of a
-    pair times a slope."""
+    """Return the text of a score: a soft cap if it is above 0, then minus slope times distance."""
     capped = scores.softcap(softcap).text if softcap else "s"
     distance = "k-q" if alignment == "top_left" else "k+seqlen_q-q-seqlen_kv"
     return f"{capped}-abs({distance})*t0[{','.join(axes)}]"

@@ -1,4 +1,4 @@
-"""Masks and scores for tensors that callers hand over beside q, k and v."""
+"""Masks and scores from tensors that callers pass besides q, k and v."""
 
 from __future__ import annotations
 
@@ -17,41 +17,43 @@ from tilegen.masks.score import Score
 from tilegen.masks.values import is_captured, is_checked
 
 MAX_MASKS = 4
-"""Number of masks of tensors that are kept for further layers of a forward that gets the same
-tensors; each may be as large as the scores of a head."""
+"""Masks of tensors cached for further layers of a forward that pass the same tensors. Each may be
+as large as the scores of a head."""
 Given = tuple[Mask, torch.Tensor | None]
-"""A mask, and what is added to the scores of the pairs that it keeps."""
+"""A mask, and a tensor to add to the scores of the pairs that it keeps."""
 
 
 def is_mask(given: Any) -> bool:
-    """True for a tensor that may be a mask: a bool or a floating one."""
+    """Check whether a value may be a mask: a bool or floating tensor."""
     return isinstance(given, torch.Tensor) and (
         given.dtype == torch.bool or given.is_floating_point()
     )
 
 
 def of_tensor(given: torch.Tensor, batch: int, lengths: tuple[int, int]) -> Given:
-    """Translate a mask of four dimensions, each as large as the call's or 1. A bool tensor keeps
-    pairs; a floating tensor is added to their scores, and -inf or its dtype's lowest number drops
-    them."""
-    # Inference tensors count no changes, and a CUDA graph would replay what a call before made.
+    """Convert a mask tensor of four dimensions, each as large as the call's or 1.
+
+    A bool tensor keeps pairs. A floating tensor is added to their scores; -inf or the lowest number
+    of its dtype drops them.
+    """
+    # Inference tensors have no version, and a CUDA graph would replay masks of an earlier call.
     if given.requires_grad or is_traced() or given.is_inference() or is_captured(given.device):
         return _of_tensor(given, batch, lengths)
-    # Views count the changes of their base, but those through `.data` each count their own.
+    # Views have the version of their base, except those through `.data`, which have their own.
     base = given if given._base is None else given._base
     view = (id(base), given.data_ptr(), given.shape, given.stride(), given.dtype, given.device)
     key = (*view, given._version, batch, lengths)
 
     def make() -> _Kept:
         elements = given.detach().clone() if is_checked(given) else None
-        # The base is kept too, so that nothing else gets its id, and an alias, so that nothing
-        # else gets its memory, whatever `.data` is made.
+        # Keeping the base reserves its id. Keeping an alias reserves its memory, even if `.data`
+        # is reassigned.
         return _of_tensor(given, batch, lengths), elements, (base, given.detach())
 
-    found, elements, _ = _masks.get(key, make)
-    if elements is not None and not elements.equal(given):  # changed through numpy or `.data`
+    mask, elements, _ = _masks.get(key, make)
+    if elements is not None and not elements.equal(given):  # changed by numpy or `.data`
         return _of_tensor(given, batch, lengths)
-    return found
+    return mask
 
 
 _Kept = tuple[Given, torch.Tensor | None, tuple[torch.Tensor, torch.Tensor]]
@@ -66,7 +68,7 @@ def _of_tensor(given: torch.Tensor, batch: int, lengths: tuple[int, int]) -> Giv
 
 
 def _kept(keep: torch.Tensor, batch: int, lengths: tuple[int, int]) -> Mask:
-    """Return the mask of a bool tensor; one that says the same for all heads and rows is
+    """Return the mask of a bool tensor. A tensor that is the same for all heads and rows is
     padding."""
     if keep.shape[1] == keep.shape[2] == 1 and lengths[0] > 1:
         return tables.padding(keep[:, 0, 0].expand(batch, lengths[1]), lengths[0])
@@ -79,14 +81,14 @@ def score_of(
     sinks: torch.Tensor | None,
     lengths: tuple[int, int],
 ) -> Score | None:
-    """Return the score of a call: a soft cap, then a tensor `added`, of four dimensions, and sinks
-    beside the scores. Scores of one form are made once."""
+    """Return the score of a call: a soft cap, then a tensor `added` of four dimensions, then sinks.
+    Scores of one form are built once."""
     if softcap is None and added is None and sinks is None:
         return None
     if added is not None:
-        # A length of 1 is as any other, so that a step of a generation is of the form of the next.
+        # Expanded even if it is 1, so that all steps of a generation have the same form.
         added = added.expand(*added.shape[:3], lengths[1])
-    if is_traced():  # the compiler keeps what is made here
+    if is_traced():  # the compiler caches the result
         return _composed(softcap, added, sinks)
     varies = None
     if added is not None:
@@ -98,8 +100,8 @@ def score_of(
 
 @lru_cache(maxsize=64)
 def _form(softcap: float | None, varies: tuple[bool, ...] | None) -> Score:
-    """Return a score without its tensors; `varies` says along which axes what is added differs."""
-    added = None if varies is None else torch.zeros([1 + one for one in varies])
+    """Return a score without its tensors; `varies` tells along which axes `added` varies."""
+    added = None if varies is None else torch.zeros([1 + axis_varies for axis_varies in varies])
     return Score() if softcap is None and added is None else _composed(softcap, added, None)
 
 
@@ -114,6 +116,6 @@ def _composed(
     if sinks is not None:
         parts.append(scores.sinks(sinks))
     whole = parts[0]
-    for one in parts[1:]:
-        whole = whole.then(one)
+    for part in parts[1:]:
+        whole = whole.then(part)
     return whole

@@ -1,8 +1,8 @@
-"""Bundles laid out for Hugging Face's package `kernels`, which loads kernels from repositories.
+"""Lay out bundles as repositories for Hugging Face's package `kernels`.
 
-What is written needs torch and triton only: emitted kernels, a table of which one computes which
-problem, and a small module that looks there (shipped.py). The compiler stays behind: that package
-lets kernels depend on a handful of packages, and SymPy is none of them.
+The result needs only torch and triton: emitted kernels, a table of the problems that they compute,
+and a small module that reads the table (shipped.py). The compiler is not included: the package
+allows kernels few dependencies, and SymPy is not among them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tilegen.problem import AttentionProblem
 Backend = Literal["cuda", "rocm", "cpu"]
 NAME = re.compile(r"[a-z][-a-z0-9]*[a-z0-9]")
 _TENSORS = re.compile(r"(t\d+|c\d+|dc\d+|sinks|tiles|dropout)_ptr")
-"""Names of arguments: tensors of masks and scores, lists of tiles made of these, seeds."""
+"""Arguments that need tilegen at run time: tensors of masks and scores, lists of tiles, seeds."""
 
 
 def lay_out(
@@ -39,40 +39,39 @@ def lay_out(
     license: str = "unknown",
     backends: Sequence[Backend] | None = None,
 ) -> Path:
-    """Write a bundle's kernels as a repository for `kernels.get_kernel` and `get_local_kernel`, and
-    return its folder.
+    """Write a bundle's kernels as a repository for `kernels.get_kernel` and `get_local_kernel`.
 
-    The module that these return has `attention`, `flash_attn_func` and `problems`. `backends` are
-    by default those of the bundle's architectures; "cpu" is for Triton's interpreter. Raises
-    InvalidProblem and Unsupported: problems whose masks or scores read tensors, or whose tiles are
-    listed, need tilegen at run time.
+    Returns the repository's folder. Its module has `attention`, `flash_attn_func` and `problems`.
+    `backends` defaults to those of the bundle's architectures; "cpu" is for Triton's interpreter.
+    Raises InvalidProblem and Unsupported. Problems whose masks or scores read tensors, or whose
+    tiles are listed, need tilegen at run time and are not supported.
     """
     if not NAME.fullmatch(name):
         raise InvalidProblem(f"name must be lower-case words joined by dashes, got {name!r}")
-    found = Bundle(Path(bundle))
-    if damaged := found.damaged():
+    opened = Bundle(Path(bundle))
+    if damaged := opened.damaged():
         raise Unsupported(f"{bundle} is not whole: {damaged[0]} is not what the manifest says")
-    manifest = found.manifest
-    rows = [_row(one, manifest) for one in manifest.problems]
-    sources = sorted({manifest.by_file[file].source for one in rows for file in one.pop("files")})
+    manifest = opened.manifest
+    rows = [_row(served, manifest) for served in manifest.problems]
+    sources = sorted({manifest.by_file[file].source for row in rows for file in row.pop("files")})
     table = json.dumps(rows, indent=1) + "\n"
     files = {
         "__init__.py": Path(__file__).with_name("shipped.py").read_bytes(),
         "table.json": table.encode(),
         "emitted/__init__.py": b"",
-        **{f"emitted/{Path(one).name}": (found.path / one).read_bytes() for one in sources},
+        **{f"emitted/{Path(file).name}": (opened.path / file).read_bytes() for file in sources},
     }
     digest = hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()[:12]
     archs = manifest.architectures
     backends = backends or tuple(
-        dict.fromkeys("rocm" if one.startswith("gfx") else "cuda" for one in archs)
+        dict.fromkeys("rocm" if arch.startswith("gfx") else "cuda" for arch in archs)
     )
     for backend in backends:
         folder = Path(out) / "build" / f"torch-{backend}"
         for file, data in files.items():
             write_whole(folder / file, data)
         metadata = {
-            # Modules are known by it: each build has its own.
+            # Python modules are named by the id, so each build needs its own.
             "id": f"_{name.replace('-', '_')}_{backend}_{digest}",
             "name": name,
             "version": version,
@@ -85,11 +84,12 @@ def lay_out(
 
 
 def _row(served: Served, manifest: Manifest) -> dict[str, Any]:
-    """Return the table's row of a problem."""
+    """Return the row of a problem in the table."""
     problem = AttentionProblem.parse(served.serves)
-    files = [file for one in served.passes.values() for file in one.binaries.values()]
+    files = [file for kernels in served.passes.values() for file in kernels.binaries.values()]
     binaries = [manifest.by_file[file] for file in files]
-    reads = [name for one in binaries for name, _ in one.arguments if _TENSORS.fullmatch(name)]
+    named = (name for binary in binaries for name, _ in binary.arguments)
+    reads = [name for name in named if _TENSORS.fullmatch(name)]
     forward = _names(served, "forward", Q_STATIONARY.names, manifest.by_file)
     if reads or forward is None:
         raise Unsupported(
@@ -115,17 +115,17 @@ def _row(served: Served, manifest: Manifest) -> dict[str, Any]:
 def _names(
     served: Served, direction: Any, kernels: tuple[Kernel, ...], by_file: Any
 ) -> list[str] | None:
-    """Return the modules of a pass, in the order of their launches; None if it is missing, or is
-    of other kernels."""
-    one = served.passes.get(direction)
-    if one is None:
+    """Return the modules of a pass in launch order; None if the bundle does not have the pass.
+    Raises Unsupported for other kernels."""
+    pass_ = served.passes.get(direction)
+    if pass_ is None:
         return None
-    if set(one.binaries) != set(kernels):
+    if set(pass_.binaries) != set(kernels):
         raise Unsupported(
             f"expected the {direction} of '{served.problem}' as {', '.join(kernels)}, got "
-            f"{', '.join(one.binaries)}; leave it out of the catalogue"
+            f"{', '.join(pass_.binaries)}; leave it out of the catalogue"
         )
-    binaries: list[Binary] = [by_file[one.binaries[kernel]] for kernel in kernels]
+    binaries: list[Binary] = [by_file[pass_.binaries[kernel]] for kernel in kernels]
     return [Path(binary.source).stem for binary in binaries]
 
 

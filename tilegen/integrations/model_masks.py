@@ -1,10 +1,10 @@
-"""Masks of transformers' models: its mask functions read as tilegen masks.
+"""Read the mask functions of transformers' models as tilegen masks.
 
-transformers describes a mask by nested functions of (batch_idx, head_idx, q_idx, kv_idx) that it
-makes anew at each forward, of a dozen building blocks. What a block is, its code says, and what it
-was made with, its closure; so nothing is traced, and a mask has the same form at each forward. A
-block counts as known only if it keeps what it is expected to keep on a few positions, asked once;
-masks with blocks that are not known are spelled out as a bool tensor, by transformers itself.
+transformers describes a mask by nested functions of (batch_idx, head_idx, q_idx, kv_idx), made of a
+dozen building blocks and rebuilt at each forward. The code of a function identifies the block, and
+its closure holds the arguments. So nothing is traced, and a mask has the same form at each forward.
+A block counts as known only if it agrees with its reader at a few positions, checked once at
+import. transformers itself expands masks with unknown blocks to a bool tensor.
 """
 
 from __future__ import annotations
@@ -37,39 +37,39 @@ MaskFunction = Callable[..., Any]
 
 
 class NoTensor(Unsupported, AttributeError):
-    """A model does with its mask what only a tensor can; `hasattr` takes this for False."""
+    """A model uses its mask as only a tensor can be used; `hasattr` sees it as False."""
 
 
 @dataclass(frozen=True)
 class ModelMask:
-    """A mask as models carry it from the function that makes it to their layers.
+    """A mask on its way from transformers' mask interface to the layers of a model.
 
-    What `generate` makes ahead comes back to that function: like a tensor of four dimensions, it is
-    passed on as it is.
+    Masks that `generate` makes ahead are passed to the mask interface again, which returns them
+    unchanged, as it does tensors of four dimensions.
     """
 
     mask: Mask
     lengths: tuple[int, int]
-    """The numbers of queries and of keys that the mask was made for."""
+    """The numbers of queries and of keys for which the mask was made."""
     batch: int
     is_padded: bool
     of_rows: Callable[..., ModelMask] = field(repr=False, compare=False)
-    """Makes the mask of so many queries (`q_length`) from another first position (`q_offset`)."""
+    """Makes the mask of `q_length` queries from another first position, `q_offset`."""
     q_offset: Any = 0
     ndim = 4
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """The shape that a tensor in its place would have."""
+        """The shape of a tensor in its place."""
         return (self.batch, 1, *self.lengths)
 
     def contiguous(self) -> ModelMask:
-        """Return the same mask: transformers asks for this of masks that it makes ahead."""
+        """Return the mask itself: transformers calls this on masks that it makes ahead."""
         return self
 
     def __getitem__(self, index: Any) -> ModelMask:
-        """Return the mask of some rows, `[:, :, first:end, :]`: Gemma 4 computes the last alone in
-        layers that share keys. Raises Unsupported for other parts."""
+        """Return the mask of some rows, `[:, :, first:end, :]`: in layers that share keys, Gemma 4
+        computes only the last rows. Raises Unsupported for other parts."""
         match index:
             case (first, second, slice() as rows, last) if first == second == last == slice(
                 None
@@ -86,7 +86,7 @@ class ModelMask:
 
     @classmethod
     def __torch_function__(cls, func: Any, *_: Any) -> NoReturn:
-        """Refuse to be an operand: models that add masks to their scores compute attention."""
+        """Refuse to be an operand: models that add masks to scores compute attention themselves."""
         _refuse(f"gives it to {getattr(func, '__name__', func)}")
 
 
@@ -99,32 +99,32 @@ def _refuse(what: str) -> NoReturn:
 
 @dataclass(frozen=True)
 class Place:
-    """Place of the queries and keys of a forward in the sequence that a model has seen."""
+    """Place of a forward's queries and keys in the sequence that a model has seen."""
 
     batch: int
     seqlen_q: int
     seqlen_kv: int
     q_offset: Any
-    """The position of the first query: a number, or a tensor where a cache has a fixed size."""
+    """The position of the first query: a number, or a tensor if a cache has a fixed size."""
     kv_offset: Any
     device: Any
 
     @property
     def shift(self) -> Any:
-        """The column that has the position of the first query."""
+        """The column at the position of the first query."""
         return self.q_offset - self.kv_offset
 
     @property
     def ends_together(self) -> bool:
-        """True where the last query is known to have the position of the last key."""
+        """True if the last query is known to have the position of the last key."""
         shift = self.shift
         return not isinstance(shift, torch.Tensor) and shift == self.seqlen_kv - self.seqlen_q
 
     def window(self, left: int | None, right: int | None) -> Mask:
-        """Return `q - left <= k <= q + right` between positions."""
+        """Return the mask `q - left <= k <= q + right`, of positions."""
         if self.ends_together:
             alignment = alignment_of(self.seqlen_q, self.seqlen_kv)
-            if left is None and right == 0:  # a single query sees all there is
+            if left is None and right == 0:  # a single query sees all keys
                 return full() if self.seqlen_q == 1 else causal(alignment)
             return sliding_window(left, right, alignment)
         return sliding_window(
@@ -133,7 +133,7 @@ class Place:
         )
 
     def _number(self, value: Any) -> Values:
-        """Return a number that a kernel reads: it is another one at each step of a generation."""
+        """Return a number that a kernel reads, since it changes at each step of a generation."""
         if not isinstance(value, torch.Tensor):
             value = torch.full((), value, dtype=torch.int32, device=self.device)
         return Values(axes="", typical=UNKNOWN, tensor=value.reshape(()).to(torch.int32))
@@ -156,8 +156,7 @@ def model_mask(
     device: Any = "cpu",
     **_: Any,
 ) -> ModelMask:
-    """Return the mask that transformers asks for; it is made once for each forward and kind of
-    layer."""
+    """Return the mask that transformers requests, once per forward and kind of layer."""
     if isinstance(attention_mask, ModelMask):
         return attention_mask
     of_rows = partial(
@@ -189,14 +188,13 @@ def model_mask(
 
 
 def read(function: MaskFunction, place: Place) -> Mask | None:
-    """Return the mask that a function describes at a place; None for one that is not known.
+    """Return the mask that a function describes at a place; None if it is unknown.
 
-    Under torch.compile the closures of functions are not to be seen: those that have one count as
-    not known.
+    Under torch.compile closures cannot be read, so functions that have a closure are unknown.
     """
     if torch.compiler.is_compiling():
-        for one, reader in _without_closure:
-            if function is one:
+        for block, reader in _without_closure:
+            if function is block:
                 return reader(place)
         return None
     reader = _known.get(getattr(function, "__code__", None))
@@ -238,7 +236,7 @@ def _chunked(place: Place, chunk_size: int, left_padding: torch.Tensor) -> Mask:
 
 
 def _blocks(place: Place, block_sequence_ids: torch.Tensor) -> Mask:
-    """Return `ids[q] == ids[k] >= 0`."""
+    """Return the mask `ids[q] == ids[k] >= 0`."""
     ids = block_sequence_ids.to(place.device).int().expand(place.batch, -1)
     of_q, of_k = (
         ids[:, torch.arange(length, device=ids.device) + offset]
@@ -257,13 +255,14 @@ def _all_of(place: Place, mask_functions: Sequence[MaskFunction]) -> Mask | None
 
 
 def _intersected(*masks: Mask) -> Mask:
-    """Return the `&` of masks, a window to the left and a causal mask as the one window that they
-    are."""
+    """Return the `&` of masks; a window to the left and a causal mask become one window."""
     match masks:
-        case (SlidingWindow(left, None, one), Causal(other)) if one == other:
-            return sliding_window(left, 0, one)
-        case (SlidingWindow(left, None, one), SlidingWindow(None, right, other)) if one == other:
-            return sliding_window(left, right, one)
+        case (SlidingWindow(left, None, corner), Causal(other)) if corner == other:
+            return sliding_window(left, 0, corner)
+        case (SlidingWindow(left, None, corner), SlidingWindow(None, right, other)) if (
+            corner == other
+        ):
+            return sliding_window(left, right, corner)
         case _:
             return intersect(*masks)
 
@@ -275,14 +274,14 @@ def _any_of(place: Place, mask_functions: Sequence[MaskFunction]) -> Mask | None
 def _joined(
     join: Callable[..., Mask], place: Place, functions: Sequence[MaskFunction]
 ) -> Mask | None:
-    found = [mask for one in functions if (mask := read(one, place)) is not None]
-    return join(*found) if len(found) == len(functions) else None
+    masks = [mask for function in functions if (mask := read(function, place)) is not None]
+    return join(*masks) if len(masks) == len(functions) else None
 
 
 def _packed(place: Place, functions: Sequence[MaskFunction]) -> Mask | None:
-    """Return a mask within the documents of packed sequences: an id of each token's document, and
-    a mask between positions within documents, which rise by one from token to token."""
-    if [getattr(one, "__code__", None) for one in functions] != _code_of_packed:
+    """Return a mask within the documents of packed sequences: ids of the tokens' documents, and a
+    mask between positions, which rise by one from token to token within a document."""
+    if [getattr(function, "__code__", None) for function in functions] != _code_of_packed:
         return None
     ids = _closure(functions[0])["packed_sequence_mask"]
     inside, positions = (_closure(functions[1])[name] for name in ("mask_function", "position_ids"))
@@ -290,13 +289,13 @@ def _packed(place: Place, functions: Sequence[MaskFunction]) -> Mask | None:
         return None
     numbers = [ids]
     parts: list[Mask] = []
-    for one in _flat(inside):
-        code = getattr(one, "__code__", None)
+    for block in _flat(inside):
+        code = getattr(block, "__code__", None)
         reader = _known.get(code)
         if reader in (_causal, _everything, _window, _window_both_ways):
-            parts.append(reader(place, **_closure(one)))  # type: ignore
+            parts.append(reader(place, **_closure(block)))  # type: ignore
         elif reader is _chunked:
-            made_with = _closure(one)
+            made_with = _closure(block)
             from_start = positions - made_with["left_padding"].to(positions.device).view(-1, 1)
             numbers.append(torch.div(from_start, made_with["chunk_size"], rounding_mode="floor"))
         else:
@@ -305,15 +304,15 @@ def _packed(place: Place, functions: Sequence[MaskFunction]) -> Mask | None:
 
 
 def _flat(function: MaskFunction) -> list[MaskFunction]:
-    """Return the functions of which a function is the conjunction."""
+    """Return the functions whose conjunction a function is."""
     if _known.get(getattr(function, "__code__", None)) is not _all_of:
         return [function]
-    return [part for one in _closure(function)["mask_functions"] for part in _flat(one)]
+    return [part for block in _closure(function)["mask_functions"] for part in _flat(block)]
 
 
 def _fit(ids: torch.Tensor, positions: torch.Tensor) -> bool:
-    """True where positions rise by one within documents, as far as may be looked at: transformers
-    finds documents by just that."""
+    """Check whether positions rise by one within documents, if values may be read. transformers
+    finds documents by the same rule."""
     if not is_checked(ids):
         return True
     same = ids[:, 1:] == ids[:, :-1]
@@ -322,21 +321,22 @@ def _fit(ids: torch.Tensor, positions: torch.Tensor) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# What of transformers is known
+# Known building blocks of transformers
 
 
 def known_blocks() -> dict[CodeType | None, Reader]:
-    """Return the readers of building blocks, by their code."""
+    """Return the readers of building blocks, by code."""
     joins: dict[CodeType | None, Reader] = {
         masking_utils.and_masks(_yes).__code__: _all_of,
         masking_utils.or_masks(_yes).__code__: _any_of,
     }
-    with torch.device("cpu"):  # whatever device a user has made the default when this is imported
-        return joins | {one.__code__: reader for one, reader in _samples() if _agrees(one, reader)}
+    with torch.device("cpu"):  # whatever default device is set at import
+        samples = ((block, reader) for block, reader in _samples() if _agrees(block, reader))
+        return joins | {block.__code__: reader for block, reader in samples}
 
 
 def _samples() -> list[tuple[Any, Reader]]:
-    """Return building blocks, each made with something, and their readers."""
+    """Return an instance of each building block, with its reader."""
     some = torch.tensor([0, 2])
     ids = torch.tensor([[0, 0, -1, 1, 1, -1, 0], [-1, -1, 2, 2, 2, 1, 0]])
     return [
@@ -350,16 +350,16 @@ def _samples() -> list[tuple[Any, Reader]]:
 
 
 def _agrees(function: Any, reader: Reader) -> bool:
-    """True where a building block keeps what its reader says, on a few positions."""
+    """Check whether a building block agrees with its reader at a few positions."""
     b, h, q, k = (
         torch.arange(n).view(-1, *[1] * (3 - axis)) for axis, n in enumerate((2, 1, 4, 7))
     )
     try:
         expected = function(b, h, q + 3, k)
         mask = reader(Place(2, 4, 7, 3, 0, "cpu"), **_closure(function))
-        found = torch.as_tensor(mask.keep(q, k, 4, 7, b, h))  # type: ignore[union-attr]
-        return torch.equal(expected.expand(2, 1, 4, 7), found.expand(2, 1, 4, 7))
-    except Exception:  # of a version that makes its blocks otherwise
+        actual = torch.as_tensor(mask.keep(q, k, 4, 7, b, h))  # type: ignore[union-attr]
+        return torch.equal(expected.expand(2, 1, 4, 7), actual.expand(2, 1, 4, 7))
+    except Exception:  # another version of transformers, with other building blocks
         return False
 
 
@@ -367,7 +367,7 @@ def code_of_packed() -> list[Any]:
     """Return the code of the two functions that transformers joins for packed sequences."""
     ids = torch.zeros(1, 1, dtype=torch.int64)
     joined = masking_utils.packed_sequence_compatibility_function(_yes, ids, ids)
-    return [one.__code__ for one in _closure(joined)["mask_functions"]]
+    return [function.__code__ for function in _closure(joined)["mask_functions"]]
 
 
 def _yes(batch_idx: Any, head_idx: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -377,6 +377,6 @@ def _yes(batch_idx: Any, head_idx: Any, q_idx: Any, kv_idx: Any) -> Any:
 _known: dict[CodeType | None, Reader] = {}
 _known |= known_blocks()
 _without_closure = [
-    one for one in _samples() if _known.get(one[0].__code__) in (_causal, _everything)
+    pair for pair in _samples() if _known.get(pair[0].__code__) in (_causal, _everything)
 ]
 _code_of_packed = code_of_packed()

@@ -1,5 +1,5 @@
-"""SDPA: `scaled_dot_product_attention` with PyTorch's signature, and `everywhere`, which has
-PyTorch compute its own with tilegen."""
+"""SDPA: `scaled_dot_product_attention` with PyTorch's signature, and `everywhere`, which computes
+PyTorch's own SDPA with tilegen."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def scaled_dot_product_attention(
 ) -> torch.Tensor:
     """Compute `torch.nn.functional.scaled_dot_product_attention` with tilegen's kernels.
 
-    Shapes: query (..., heads, L, E), key (..., heads_kv, S, E), value (..., heads_kv, S, Ev), any
-    leading dimensions, broadcast as PyTorch does; heads_kv other than heads needs enable_gqa.
-    `attn_mask` broadcasts to (..., heads, L, S): a bool one is True where a pair is kept, a
-    floating one is added to the scaled logits and gets gradients. Kernels read it where it is, if
-    it is contiguous wherever it is not expanded. `is_causal` starts at the top left corner. A row
-    that is left nothing gives out 0 and zero gradients, where some of PyTorch's back ends give NaN.
-    `dropout_p` drops other weights than PyTorch does, reproducibly from torch.manual_seed.
-    Raises InvalidProblem or Unsupported, naming the call.
+    Shapes: query (..., heads, L, E), key (..., heads_kv, S, E), value (..., heads_kv, S, Ev).
+    Leading dimensions broadcast as in PyTorch; heads_kv may differ from heads with `enable_gqa`.
+    `attn_mask` broadcasts to (..., heads, L, S). A bool mask is True where a pair is kept; a
+    floating mask is added to the scaled logits and gets gradients. Kernels read it without a copy
+    if it is contiguous except for expanded dimensions. `is_causal` starts at the top left corner.
+    A row without kept keys has out 0 and zero gradients, where some of PyTorch's back ends give
+    NaN. `dropout_p` drops other weights than PyTorch, reproducibly by torch.manual_seed. Raises
+    InvalidProblem or Unsupported, naming the call.
     """
     if attn_mask is not None and is_causal:
         raise InvalidProblem(
@@ -68,20 +68,20 @@ def scaled_dot_product_attention(
 def _in_four_dimensions(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Sequence[int], Sequence[int]]:
-    """Return query, key and value (batch, heads, length, dim), and the leading dimensions and heads
-    that out has. Raises InvalidProblem."""
+    """Return query, key and value as (batch, heads, length, dim), and the leading dimensions and
+    heads of out. Raises InvalidProblem."""
     given = query, key, value
     if any(x.ndim < 2 for x in given):
         sizes = ", ".join(f"{tuple(x.shape)}" for x in given)
         raise InvalidProblem(
             f"query, key and value must have at least 2 dimensions (..., length, dim), got {sizes}"
         )
-    each = [x if x.ndim > 2 else x[None] for x in given]
-    counts = [x.shape[-3] for x in each]
+    tensors = [x if x.ndim > 2 else x[None] for x in given]
+    counts = [x.shape[-3] for x in tensors]
     try:
-        leading = torch.broadcast_shapes(*(x.shape[:-3] for x in each))
+        leading = torch.broadcast_shapes(*(x.shape[:-3] for x in tensors))
         if not enable_gqa and (counts[0] == 1 or counts[1:] != [1, 1]):
-            counts = [*torch.broadcast_shapes(*((one,) for one in counts))] * 3
+            counts = [*torch.broadcast_shapes(*((count,) for count in counts))] * 3
     except RuntimeError:
         sizes = ", ".join(f"{tuple(x.shape[:-2])}" for x in given)
         raise InvalidProblem(
@@ -90,7 +90,7 @@ def _in_four_dimensions(
         ) from None
     query, key, value = (
         x.expand(*leading, count, -1, -1).reshape(-1, count, *x.shape[-2:])
-        for x, count in zip(each, counts, strict=True)
+        for x, count in zip(tensors, counts, strict=True)
     )
     return query, key, value, leading, counts[:1] if max(x.ndim for x in given) > 2 else ()
 
@@ -102,7 +102,7 @@ def _in_four_dimensions(
 def _explicit(
     attn_mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor, leading: Sequence[int]
 ) -> Mapping[str, Any]:
-    """Return the arguments of `attention` for a mask that is a tensor. Raises InvalidProblem."""
+    """Return the arguments of `attention` for a mask tensor. Raises InvalidProblem."""
     if not is_mask(attn_mask):
         raise InvalidProblem(f"attn_mask must be bool or floating, got {shown(attn_mask)}")
     needed = (*leading, query.shape[1], query.shape[2], key.shape[2])
@@ -113,7 +113,7 @@ def _explicit(
 
 
 def _of_bool(attn_mask: torch.Tensor, batch: int, leading: Sequence[int]) -> Mapping[str, Any]:
-    """Return the same for a bool tensor, whose mask is made once while the tensor is as it was."""
+    """Return the arguments for a bool tensor. Its mask is cached while the tensor is in place."""
     place = None
     if not is_traced():
         many = tuple(leading) if len(leading) > 1 else ()
@@ -125,28 +125,28 @@ def _of_bool(attn_mask: torch.Tensor, batch: int, leading: Sequence[int]) -> Map
     if 1 in table.shape[-2:]:
         return _by_row_or_column(table, batch)
     mask = tables.dense(table)
-    if place is not None and table.data_ptr() == place[0]:  # no copy: it would miss later changes
+    if place is not None and table.data_ptr() == place[0]:  # a copy would miss later changes
         _masks[attn_mask] = place, mask
     return {"mask": mask}
 
 
 @made_once
 def _check_sizes(sizes: tuple[int, ...], needed: tuple[int, ...]) -> None:
-    """Raise InvalidProblem where a mask does not broadcast to the pairs of a call."""
+    """Raise InvalidProblem if a mask does not broadcast to the pairs of a call."""
     padded = (1,) * (len(needed) - len(sizes)) + sizes[-len(needed) :]
-    fits = all(one in (1, size) for one, size in zip(padded, needed, strict=True))
+    fits = all(axis in (1, size) for axis, size in zip(padded, needed, strict=True))
     if not fits or any(size != 1 for size in sizes[: -len(needed)]):
         raise InvalidProblem(f"attn_mask must broadcast to {needed}, got {tuple(sizes)}")
 
 
 _masks: Any = WeakIdKeyDictionary()
-"""Masks by the bool tensor that a user holds, with where its elements were: all layers share what
-is made of it. Each reads an alias of its tensor, which keeps nobody else's object alive."""
+"""Masks by the bool tensor of the user, with the place of its elements; all layers share a mask.
+Each mask reads an alias of its tensor, so it keeps no object of the user alive."""
 
 
 def _table(tensor: torch.Tensor, leading: Sequence[int]) -> torch.Tensor:
-    """Return a mask (batch, heads, L, S) with size 1 wherever one element counts for all."""
-    if 0 in tensor.stride() and not tensor.requires_grad:  # gradients are of each element
+    """Return a mask as (batch, heads, L, S), with size 1 for expanded dimensions."""
+    if 0 in tensor.stride() and not tensor.requires_grad:  # each element has its own gradient
         for axis, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
             if size > 1 and stride == 0:
                 tensor = tensor.narrow(axis, 0, 1)
@@ -161,8 +161,9 @@ def _table(tensor: torch.Tensor, leading: Sequence[int]) -> torch.Tensor:
 
 
 def _by_row_or_column(keep: torch.Tensor, batch: int) -> Mapping[str, Any]:
-    """Return the arguments of `attention` for rows or columns that are kept or dropped, as in
-    padded batches: O(length) numbers, and the column past which no tile is read."""
+    """Return the arguments of `attention` for a mask of whole rows or columns, as in padded
+    batches: O(length) numbers, and lengths, so that tiles after the last kept column are
+    skipped."""
     nothing: Score = bias(torch.where(keep, 0.0, -torch.inf))
     columns = keep.shape[3]
     if columns == 1:
@@ -177,12 +178,11 @@ def _by_row_or_column(keep: torch.Tensor, batch: int) -> Mapping[str, Any]:
 
 
 class everywhere(TorchFunctionMode):  # noqa: N801 - `with everywhere():`, as a function is called
-    """Has each call of `torch.nn.functional.scaled_dot_product_attention` inside of a `with` block
-    compute with tilegen: explicit masks, fp32 and head dims above 256 too, and on a CPU.
+    """Within a `with` block, compute `torch.nn.functional.scaled_dot_product_attention` with
+    tilegen, including explicit masks, fp32, head dims above 256, and calls on a CPU.
 
-    What tilegen does not do, PyTorch computes as it would without the block, which is said once for
-    each reason. `torch.nn.MultiheadAttention` in evaluation does not call that function, and stays
-    as it is.
+    PyTorch computes calls that tilegen does not support, with a warning once per reason.
+    `torch.nn.MultiheadAttention` in evaluation does not call that function, so it is not affected.
     """
 
     def __torch_function__(
@@ -206,8 +206,7 @@ class everywhere(TorchFunctionMode):  # noqa: N801 - `with everywhere():`, as a 
 def _of_plain_tensors(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
-    """Compute the call with tilegen. Raises Unsupported for an argument that only looks like a
-    tensor."""
+    """Compute the call with tilegen. Raises Unsupported if an argument is not a plain tensor."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.is_nested:
             raise Unsupported(f"expected {name} to be a plain tensor, got {type(x).__name__}")

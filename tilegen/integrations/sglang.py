@@ -1,8 +1,7 @@
 """tilegen as an attention back end of sglang: `--attention-backend tilegen`.
 
-Where tilegen is installed, sglang calls `register` in each of its processes, by the entry point in
-tilegen's metadata; the back end itself is in sglang_backend.py, which is imported when a model is
-served with it.
+If tilegen is installed, sglang calls `register` in each of its processes, by the entry point in
+tilegen's metadata. The back end is in sglang_backend.py, imported when a model is served with it.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ NAME = "tilegen"
 
 
 def register() -> None:
-    """Make the name `tilegen` known to sglang, once for a process."""
+    """Register the name `tilegen` with sglang, once per process."""
     from sglang.srt.layers.attention.attention_registry import (  # pyright: ignore
         register_attention_backend,
     )

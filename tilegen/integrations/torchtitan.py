@@ -1,8 +1,8 @@
 """tilegen as the inner attention of torchtitan's models.
 
-`FlexAttention.Config()` and `VarlenAttention.Config()` of this module go where torchtitan's own go,
-`inner_attention=` of a layer's configuration. They are subclasses of those, by which models decide
-what masks they make; either takes both kinds of masks.
+Use `FlexAttention.Config()` and `VarlenAttention.Config()` of this module in the place of
+torchtitan's, as `inner_attention=` of a layer's configuration. They are subclasses of torchtitan's,
+since models decide by the class which masks they make; both accept both kinds of masks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-# Not installed beside the development tools, with whose requirements its own do not go.
+# Not installed with the development tools, whose requirements conflict.
 from torchtitan.models.common import attention as theirs  # pyright: ignore[reportMissingImports]
 from torchtitan.protocols.module import Module  # pyright: ignore[reportMissingImports]
 
@@ -27,31 +27,31 @@ OutTransform = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class FlexAttention(theirs.FlexAttention):
-    """Attention under a BlockMask. Kernel options are ignored: tiles are tilegen's choice."""
+    """Attention under a BlockMask. Kernel options are ignored: tilegen chooses the tiles."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(theirs.FlexAttention.Config):
-        """The options of torchtitan's."""
+        """The options of torchtitan's class."""
 
     def forward(self, q_BLNH: Any, k_BLNH: Any, v_BLNH: Any, **named: Any) -> torch.Tensor:  # noqa: N803
-        """Return out (batch, seqlen, heads, dim), perhaps transformed."""
+        """Compute out (batch, seqlen, heads, dim), transformed if requested."""
         return inner_attention(q_BLNH, k_BLNH, v_BLNH, **named)
 
 
 class VarlenAttention(theirs.VarlenAttention):
-    """Attention within packed documents, in the dtype of its inputs."""
+    """Attention within packed documents, in the dtype of the inputs."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(theirs.VarlenAttention.Config):
-        """The options of torchtitan's."""
+        """The options of torchtitan's class."""
 
     def __init__(self, config: Config) -> None:
-        # Not that of the parent class, which activates another implementation.
+        # Skips the parent class, whose __init__ activates another implementation.
         Module.__init__(self)
         self.window_size = config.window_size
 
     def forward(self, q_BLNH: Any, k_BLNH: Any, v_BLNH: Any, **named: Any) -> torch.Tensor:  # noqa: N803
-        """Return out (batch, seqlen, heads, dim), perhaps transformed."""
+        """Compute out (batch, seqlen, heads, dim), transformed if requested."""
         return inner_attention(q_BLNH, k_BLNH, v_BLNH, window_size=self.window_size, **named)
 
 
@@ -68,17 +68,17 @@ def inner_attention(
     window_size: tuple[int, int] = (-1, 0),
     **_: Any,
 ) -> torch.Tensor:
-    """Return out (batch, seqlen, heads, dim) of tensors laid out so, or `out_transform(out, lse)`,
-    lse (batch, seqlen, heads), differentiable in both.
+    """Compute out (batch, seqlen, heads, dim) of q, k and v in that layout, or `out_transform(out,
+    lse)` with lse (batch, seqlen, heads); differentiable in both.
 
-    `window_size` counts in documents alone: tokens before a query and behind it, -1 for all. Raises
-    InvalidProblem and Unsupported.
+    `window_size` applies only within documents: tokens before a query and after it, -1 for all.
+    Raises InvalidProblem and Unsupported.
     """
     if q.shape[2] != k.shape[2] and not enable_gqa:
         raise InvalidProblem(f"q has {q.shape[2]} heads and k {k.shape[2]}; pass enable_gqa=True")
     if isinstance(attention_masks, BlockMask):
         out, lse = flex_attention(
-            *(one.transpose(1, 2) for one in (q, k, v)),
+            *(x.transpose(1, 2) for x in (q, k, v)),
             score_mod=score_mod,
             block_mask=attention_masks,
             scale=scale,
@@ -95,7 +95,7 @@ def inner_attention(
             scale=scale,
             return_lse=True,
         )
-        out, lse = (one.unflatten(0, q.shape[:2]) for one in (out, lse.transpose(0, 1)))
+        out, lse = (x.unflatten(0, q.shape[:2]) for x in (out, lse.transpose(0, 1)))
     else:
         raise InvalidProblem(
             "expected attention_masks to be a BlockMask or VarlenMetadata, got "

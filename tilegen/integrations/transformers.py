@@ -1,8 +1,8 @@
 """tilegen as an attention of transformers' models: `attn_implementation="tilegen"`.
 
 Importing this module registers it. Masks of models become tilegen masks with their structure
-(model_masks.py), so that no mask tensor of seqlen x seqlen exists and a step of a generation finds
-the kernels of the last one.
+(model_masks.py). So no mask tensor of seqlen x seqlen exists, and a step of a generation reuses the
+kernels of the last step.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from tilegen.runtime.call import shown
 
 NAME = "tilegen"
 CHOICES = ("indices", "block_indices", "sinks")
-"""Arguments that layers of some models hand over and that change what each query sees: the keys or
-blocks that an indexer has chosen for it, and logits of its own beside its scores."""
+"""Arguments that layers of some models pass and that tilegen does not support: keys or blocks that
+an indexer chooses for each query, and logits of each query beside its scores."""
 MAX_MASKS = 64
-"""Number of masks of packed documents that are kept for further layers of a forward."""
+"""Masks of packed documents cached for further layers of a forward."""
 
 
 def register() -> None:
-    """Make `attn_implementation="tilegen"` known to transformers."""
+    """Register `attn_implementation="tilegen"` with transformers."""
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, model_mask)
     known = PreTrainedModel.get_correct_attn_implementation
@@ -47,8 +47,11 @@ def register() -> None:
 
 
 def _refusing(known: Any) -> Any:
-    """Return how transformers checks what a model is asked for, with models refused that look their
-    attention up among classes of their own, where they find a KeyError."""
+    """Wrap transformers' check of `attn_implementation`.
+
+    Models that look up their attention among classes of their own would raise a KeyError; the
+    wrapper raises Unsupported for them.
+    """
 
     def checked(self: Any, requested_attention: str | None, *args: Any, **options: Any) -> str:
         if requested_attention == NAME:
@@ -83,13 +86,12 @@ def attention_forward(
     position_ids: torch.Tensor | None = None,
     **rest: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Return (out, None), out (batch, seqlen, heads, dim), as transformers' layers ask for it.
+    """Compute (out, None), out (batch, seqlen, heads, dim), in the interface of transformers.
 
-    q, k and v are (batch, heads, seqlen, dim). `attention_mask` is what `model_mask` made, or a
-    mask of the user's: a bool or an additive tensor (batch, heads, seqlen_q, seqlen_kv), or a
-    BlockMask. Where there is none, `is_causal` and `sliding_window` count. cu_seq_lens describe
-    packed documents. A row that the mask leaves nothing gives 0. Raises InvalidProblem and
-    Unsupported.
+    q, k and v are (batch, heads, seqlen, dim). `attention_mask` is a mask made by `model_mask`, a
+    bool or additive tensor of the user's (batch, heads, seqlen_q, seqlen_kv), or a BlockMask.
+    Without it `is_causal` and `sliding_window` determine the mask. cu_seq_lens describe packed
+    documents. A row without kept keys has out 0. Raises InvalidProblem and Unsupported.
     """
     if cache is not None:
         raise Unsupported(
@@ -132,7 +134,7 @@ def attention_forward(
 def _mask_of(
     given: Any, batch: int, lengths: tuple[int, int], is_causal: bool, window: int | None
 ) -> tuple[Mask, torch.Tensor | None]:
-    """Return a mask, and what is added to the scores besides."""
+    """Return a mask, and a tensor to add to the scores or None."""
     if given is None:
         alignment = "top_left" if window is None else windows.alignment_of(*lengths)
         return _default_mask(lengths, is_causal, window, alignment), None
@@ -156,16 +158,18 @@ def _mask_of(
 def _default_mask(
     lengths: tuple[int, int], is_causal: bool, window: int | None, alignment: Alignment
 ) -> Mask:
-    """Return the mask of a call that brings none, as transformers' other functions understand
-    that: a single query sees everything, and a window of w tokens counts the query, behind which
-    models that are not causal see as many."""
+    """Return the mask of a call without one, as transformers' other functions define it.
+
+    A single query sees everything. A window of w tokens includes the query; models that are not
+    causal see as many tokens after the query.
+    """
     if window is not None:
         return windows.vllm(window, is_causal, alignment)
     return causal(alignment) if is_causal and lengths[0] > 1 else full()
 
 
 def _documents(cu_q: Any, cu_kv: Any, inside: Mask, query: torch.Tensor) -> Mask:
-    """Return a mask within packed documents, made once for all layers."""
+    """Return a mask within packed documents, cached for all layers."""
     if not isinstance(cu_q, torch.Tensor) or not isinstance(cu_kv, torch.Tensor):
         raise Unsupported(
             "expected cu_seq_lens_q and cu_seq_lens_k to be tensors, got "
@@ -180,7 +184,7 @@ def _documents(cu_q: Any, cu_kv: Any, inside: Mask, query: torch.Tensor) -> Mask
     if is_traced():
         return packed(cu_q, cu_kv, inside, tokens=tokens)
     key = (id(cu_q), id(cu_kv), inside, tokens.bit_length())
-    # The tensors are kept too, so that nothing else gets their ids.
+    # The cache keeps the tensors too, so that no other tensor gets their ids.
     return _masks.get(key, lambda: (packed(cu_q, cu_kv, inside, tokens=tokens), cu_q, cu_kv))[0]
 
 
@@ -190,9 +194,9 @@ _masks: BoundedCache[Any, tuple[Any, ...]] = BoundedCache(MAX_MASKS)
 def _warn_of_lost_documents(
     module: torch.nn.Module, made: ModelMask, position_ids: torch.Tensor
 ) -> None:
-    """Say once that positions restart where transformers has made a mask that does not.
+    """Warn once if positions restart, but transformers has made a mask that does not.
 
-    The positions are looked at once for each model, since that waits for the device.
+    Positions are checked once per model, since reading them waits for the device.
     """
     if torch.compiler.is_compiling() or getattr(module, "layer_idx", 0) != 0:
         return

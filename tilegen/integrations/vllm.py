@@ -1,8 +1,8 @@
 """tilegen as an attention back end of vLLM: `--attention-backend CUSTOM`.
 
-Where tilegen is installed, vLLM calls `register` in each of its processes, by the entry point in
-tilegen's metadata; the back ends themselves are in vllm_backend.py and, for models with multi-head
-latent attention (MLA), vllm_latent.py, which vLLM imports when it is asked for one.
+If tilegen is installed, vLLM calls `register` in each of its processes, by the entry point in
+tilegen's metadata. The back ends are in vllm_backend.py and, for models with multi-head latent
+attention (MLA), vllm_latent.py. vLLM imports them when they are requested.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ PREFILL = "tilegen.integrations.vllm_latent.TilegenPrefillBackend"
 
 
 def register() -> None:
-    """Make vLLM's names CUSTOM, of back ends and of those for prompts of MLA, mean tilegen, unless
-    another package has taken them.
+    """Register tilegen under vLLM's names CUSTOM, of back ends and of MLA prefill, unless another
+    package has taken them.
 
-    A name of our own would be lost on the way to vLLM's processes: members of its enumeration that
-    plugins add are not there yet when a process unpickles its configuration.
+    A new name would be lost on the way to vLLM's processes: members that plugins add to its
+    enumeration do not exist yet when a process unpickles its configuration.
     """
     for what, custom, give, path in (
         ("back end", AttentionBackendEnum.CUSTOM, register_backend, BACKEND),
@@ -44,8 +44,8 @@ def register() -> None:
 def __getattr__(name: str) -> Any:
     """Return, as `Backend`, the back end for the model whose layers vLLM makes.
 
-    vLLM has one name for two classes, looks it up by `getattr` for each kind of layers, and asks
-    the class it finds where it lies: from there on, the name is the class's own.
+    vLLM has one name for two classes. It looks the name up by `getattr` for each kind of layer, and
+    afterwards uses the module and name of the class that it got.
     """
     if name != "Backend":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

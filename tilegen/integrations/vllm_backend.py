@@ -1,7 +1,8 @@
-"""The three classes that vLLM asks of a back end: what is supported, what a batch is, and the call.
+"""The three classes of a back end for vLLM: supported features, the metadata of a batch, and the
+call.
 
-Read with vLLM 0.33. Keys and values of a layer are one tensor (blocks, heads, block, 2 * head dim)
-in any physical order with a dense last dimension: kernels read both halves where they are.
+Written for vLLM 0.33. Keys and values of a layer are one tensor (blocks, heads, block, 2 * head
+dim) in any physical order with a dense last dimension; kernels read both halves in place.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from tilegen.runtime.slots import write_slots
 from tilegen.settings import BATCH_INVARIANT
 
 CACHES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-"""Dtypes by vLLM's names for caches of a dtype of their own; `auto` is the model's dtype."""
+"""Dtypes of caches by vLLM's names; `auto` is the model's dtype."""
 
 
 class TilegenBackend(AttentionBackend):
-    """Answers to what vLLM asks of a back end. Refused with a reason are other caches than fp16,
-    bf16 and fp32 (fp8), attention of encoders and across, prefixes of images that see themselves,
-    R-SWA, ALiBi under a square root, and context parallelism. Models with MLA have a back end of
-    their own, in vllm_latent.py."""
+    """Features of the back end. Unsupported, with a reason: caches other than fp16, bf16 and fp32
+    (fp8), encoder and cross attention, image prefixes that attend to themselves, R-SWA, ALiBi under
+    a square root, and context parallelism. Models with MLA have another back end, in
+    vllm_latent.py."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = list(DTYPES)
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *CACHES]
@@ -46,7 +47,7 @@ class TilegenBackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        """Return the member of vLLM's enumeration that `register` takes."""
+        """Return the member of vLLM's enumeration that `register` overrides."""
         return "CUSTOM"
 
     @staticmethod
@@ -59,7 +60,7 @@ class TilegenBackend(AttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        """Return the pages that kernels take; vLLM divides blocks of other sizes into these."""
+        """Return the page sizes of kernels; vLLM divides blocks of other sizes into these."""
         return [16, 32, 64, 128, 256]
 
     @classmethod
@@ -89,7 +90,7 @@ class TilegenBackend(AttentionBackend):
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        """Return False: the most queries of a request, which bound a launch, are the host's."""
+        """Return False: the host's longest query length bounds a launch, so it must be right."""
         return False
 
     @classmethod
@@ -114,7 +115,7 @@ class TilegenBackend(AttentionBackend):
 
 
 def refuse_layers(attn_type: str, kv_cache_dtype: str) -> None:
-    """Raise Unsupported for layers that are not computed."""
+    """Raise Unsupported for unsupported layers."""
     if attn_type != AttentionType.DECODER:
         raise Unsupported(
             f"tilegen's back end computes attention over a cache of keys, not {attn_type}; use "
@@ -128,36 +129,38 @@ def refuse_layers(attn_type: str, kv_cache_dtype: str) -> None:
 
 
 def follow_batch_invariance() -> bool:
-    """Have kernels follow vLLM's setting, which is returned."""
+    """Apply vLLM's setting of batch invariance to tilegen, and return it."""
     if envs.VLLM_BATCH_INVARIANT:
         os.environ[BATCH_INVARIANT] = "1"
     return bool(envs.VLLM_BATCH_INVARIANT)
 
 
-def refuse_batches(its: Any) -> None:
-    """Raise Unsupported for batches that are not computed."""
-    if not isinstance(its.causal, bool):
+def refuse_batches(common: Any) -> None:
+    """Raise Unsupported for unsupported batches."""
+    if not isinstance(common.causal, bool):
         raise Unsupported("expected one `causal` for a batch, got one for each request")
-    if its.mm_req_doc_ranges:
+    if common.mm_req_doc_ranges:
         raise Unsupported("tilegen's back end has no prefixes of images that see themselves")
-    if its.rswa_prefix_lens is not None:
+    if common.rswa_prefix_lens is not None:
         raise Unsupported("tilegen's back end has no windows with reference prefixes (R-SWA)")
 
 
 class Longest:
-    """The keys that a batch is launched for. vLLM runs each batch that it captures once before, as
-    a short one: the first of its shape is as long as the captured one, so that kernels are chosen,
-    compiled and loaded then."""
+    """The number of keys to launch a batch for.
+
+    vLLM runs each batch that it captures once before, as a short one. The first batch of a shape is
+    launched as long as the captured one, so that kernels are chosen, compiled and loaded then.
+    """
 
     def __init__(self, vllm_config: Any) -> None:
         self.capacity: int = vllm_config.model_config.max_model_len
         drafts = vllm_config.speculative_config
-        # Some drafters append as many tokens again.
+        # Some drafters append as many tokens once more.
         self._most_uniform = 1 + 2 * ((drafts and drafts.num_speculative_tokens) or 0)
         self._built: set[tuple[int, int]] = set()
 
     def of(self, lengths: torch.Tensor, longest_q: int, longest_kv: int) -> int:
-        """Return the keys to launch for, where requests have at most longest_kv."""
+        """Return the number of keys to launch for, if requests have at most `longest_kv`."""
         shape = len(lengths), longest_q
         if longest_q > self._most_uniform or shape in self._built:
             return longest_kv
@@ -167,10 +170,10 @@ class Longest:
 
 @dataclass
 class TilegenMetadata:
-    """A batch: tensors on the device, which the host does not read, and what bounds them."""
+    """A batch: tensors on the device, which the host does not read, and bounds on them."""
 
     num_tokens: int
-    """Number of tokens of the batch; tensors of a layer may have more."""
+    """Number of tokens in the batch; tensors of a layer may have more."""
     q_starts: torch.Tensor
     lengths: torch.Tensor
     block_table: torch.Tensor
@@ -180,12 +183,12 @@ class TilegenMetadata:
 
 
 class TilegenMetadataBuilder(AttentionMetadataBuilder[TilegenMetadata]):
-    """Batches, taken as vLLM hands them over: nothing is computed, copied or reordered.
+    """Makes batches from vLLM's metadata, without computing, copying or reordering.
 
-    A CUDA graph holds the launch of the longest query and the longest sequence that it was captured
-    with. Of batches with one number of queries for each request (decoding, drafts to verify) these
-    are all there are, so such graphs are claimed; graphs that mix prompts in would launch a
-    program for each tile of the longest possible prompt of each request.
+    A CUDA graph holds a launch for the longest query and sequence that it was captured with. That
+    covers batches with equally many queries per request (decoding, drafts to verify), so support
+    for such graphs is declared. Graphs that include prompts would launch a program for each tile of
+    the longest possible prompt of each request.
     """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
@@ -199,26 +202,26 @@ class TilegenMetadataBuilder(AttentionMetadataBuilder[TilegenMetadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> TilegenMetadata:
-        """Return a batch. Raises Unsupported."""
-        its = common_attn_metadata
-        refuse_batches(its)
+        """Make a batch. Raises Unsupported."""
+        common = common_attn_metadata
+        refuse_batches(common)
         return TilegenMetadata(
-            num_tokens=its.num_actual_tokens,
-            q_starts=its.query_start_loc,
-            lengths=its.seq_lens,
-            block_table=its.block_table_tensor,
-            longest_q=its.max_query_len,
-            longest_kv=self._longest.of(its.seq_lens, its.max_query_len, its.max_seq_len),
-            causal=its.causal,
+            num_tokens=common.num_actual_tokens,
+            q_starts=common.query_start_loc,
+            lengths=common.seq_lens,
+            block_table=common.block_table_tensor,
+            longest_q=common.max_query_len,
+            longest_kv=self._longest.of(common.seq_lens, common.max_query_len, common.max_seq_len),
+            causal=common.causal,
         )
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> TilegenMetadata:
-        """Return a batch whose launch serves sequences as long as the model's longest."""
+        """Make a batch whose launch covers the model's longest sequence."""
         return replace(self.build(0, common_attn_metadata), longest_kv=self._longest.capacity)
 
 
 class TilegenImpl(AttentionImpl[TilegenMetadata]):
-    """The attention of one layer: `do_kv_cache_update` writes keys and values, `forward` reads
+    """The attention of a layer: `do_kv_cache_update` writes keys and values, `forward` reads
     them."""
 
     def __init__(
@@ -235,8 +238,8 @@ class TilegenImpl(AttentionImpl[TilegenMetadata]):
         kv_sharing_target_layer_name: str | None = None,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        """Raises Unsupported; `sliding_window` counts the query's own token, ALiBi is
-        flash-attn's, minus a slope times the distance."""
+        """`sliding_window` includes the query's own token. ALiBi is flash-attn's: minus slope times
+        distance. Raises Unsupported."""
         refuse_layers(attn_type, kv_cache_dtype)
         follow_batch_invariance()
         self.num_heads = num_heads
@@ -244,7 +247,7 @@ class TilegenImpl(AttentionImpl[TilegenMetadata]):
         self.scale = float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype
-        # A layer that shares another's cache is given that cache, and writes none.
+        # A layer that shares another layer's cache receives that cache, and does not write it.
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.masks = [windows.vllm(sliding_window, causal) for causal in (False, True)]
         slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
@@ -264,27 +267,27 @@ class TilegenImpl(AttentionImpl[TilegenMetadata]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Write attention of query (tokens, heads, head size) into output (tokens, heads, head
-        size of values) and return it; tokens behind the batch's are left as they are. Without
-        metadata, as in vLLM's profiling run, output is 0. Raises Unsupported."""
+        """Compute attention of query (tokens, heads, head size) into output (tokens, heads, head
+        size of values) and return it. Tokens after the batch's are not written. Without metadata,
+        as in vLLM's profiling run, output is 0. Raises Unsupported."""
         if output_scale is not None or output_block_scale is not None:
             raise Unsupported("tilegen's back end does not quantise its output")
-        its: Any = attn_metadata  # vLLM's None, in a profiling run, is not in its annotation
-        if its is None:
+        batch: Any = attn_metadata  # may be None in a profiling run, despite vLLM's annotation
+        if batch is None:
             return output.fill_(0)
-        if not its.num_tokens:
+        if not batch.num_tokens:
             return output
         k, v = self._halves(kv_cache)
         attention_paged(
-            *(query[: its.num_tokens], k, v, its.block_table, its.lengths),
-            q_starts=its.q_starts,
-            max_q_length=its.longest_q,
-            max_kv_length=min(its.longest_kv, its.block_table.shape[1] * k.shape[2]),
-            mask=self.masks[its.causal],
+            *(query[: batch.num_tokens], k, v, batch.block_table, batch.lengths),
+            q_starts=batch.q_starts,
+            max_q_length=batch.longest_q,
+            max_kv_length=min(batch.longest_kv, batch.block_table.shape[1] * k.shape[2]),
+            mask=self.masks[batch.causal],
             score=self.score,
             scale=self.scale,
             layout="HND",
-            out=output[: its.num_tokens],
+            out=output[: batch.num_tokens],
         )
         return output
 
@@ -296,12 +299,12 @@ class TilegenImpl(AttentionImpl[TilegenMetadata]):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Write key and value (tokens, heads, head size) to the slots of the cache that
-        slot_mapping (tokens,) names, `block * block size + row`; -1 leaves a token out."""
+        """Write key and value (tokens, heads, head size) to the slots of the cache in slot_mapping
+        (tokens,), `block * block size + row`; a token with slot -1 is skipped."""
         k, v = self._halves(kv_cache)
-        tokens = len(slot_mapping)  # those of a padded batch may be fewer
+        tokens = len(slot_mapping)  # may be fewer than the rows of a padded batch
         write_slots(key[:tokens], value[:tokens], k, v, slot_mapping, layout="HND")
 
     def _halves(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and the values of a layer's cache, views (blocks, heads, block, size)."""
+        """View the keys and the values of a layer's cache, each (blocks, heads, block, size)."""
         return kv_cache[..., : self.head_size], kv_cache[..., self.head_size :]

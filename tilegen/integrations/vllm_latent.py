@@ -1,9 +1,9 @@
-"""tilegen in models with multi-head latent attention (MLA): DeepSeek V2 and V3, and others alike.
+"""tilegen in models with multi-head latent attention (MLA), such as DeepSeek V2 and V3.
 
-Read with vLLM 0.33, which projects, writes the cache and divides each batch. Tokens to decode and
-drafts to verify come here in the absorbed form: all heads attend to one of keys, whose first
-columns are the values. Prompts are heads of their own, and go to a back end that vLLM chooses
-apart: TilegenPrefillBackend where `mla_prefill_backend` is CUSTOM.
+Written for vLLM 0.33, which projects, writes the cache and divides each batch. Tokens to decode and
+drafts to verify come in the absorbed form: all heads attend to one head of keys, whose first
+columns are the values. Prompts have keys and values per head, and go to a separate back end:
+TilegenPrefillBackend if `mla_prefill_backend` is CUSTOM.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from tilegen.integrations.vllm_backend import (
 )
 
 MASKS = [windows.vllm(None, causal) for causal in (False, True)]
-"""Masks of a request's drafts, which see all keys, or those up to their own."""
+"""Masks of a request's drafts: not causal and causal."""
 
 
 class TilegenLatentBackend(TilegenBackend, MLACommonBackend):
-    """Answers to what vLLM asks of a back end for MLA. Refused with a reason are also windows, soft
-    caps, ALiBi, sinks, and keys chosen by an indexer (sparse)."""
+    """Features of the back end for MLA. Also unsupported, with a reason: windows, soft caps, ALiBi,
+    sinks, and keys chosen by an indexer (sparse)."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
-    # New keys are written by vLLM's layer, apart from this, too.
+    # New keys are written by vLLM's layer too, outside of this back end.
     forward_includes_kv_cache_update: bool = True
 
     @staticmethod
@@ -62,7 +62,8 @@ class TilegenLatentBackend(TilegenBackend, MLACommonBackend):
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        """Return whether vLLM's metadata takes keys of this size, of latent and rotated columns."""
+        """Check whether vLLM's metadata takes keys of this size, latent and rotated columns
+        together."""
         return head_size in MLACommonBackend.get_supported_head_sizes()
 
     @classmethod
@@ -76,7 +77,7 @@ class TilegenLatentBackend(TilegenBackend, MLACommonBackend):
 
 @dataclass
 class TilegenDecodeMetadata(MLACommonDecodeMetadata):
-    """The requests of a batch that are decoded, and what bounds them."""
+    """The requests of a batch to decode, and bounds on them."""
 
     q_starts: torch.Tensor
     longest_q: int
@@ -84,9 +85,8 @@ class TilegenDecodeMetadata(MLACommonDecodeMetadata):
 
 
 class TilegenLatentMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
-    """Batches, divided by vLLM: requests of at most as many new tokens as there are drafts to
-    verify are decoded, whether they have as many or not, and others are prompts. CUDA graphs are
-    those of TilegenMetadataBuilder."""
+    """Batches as vLLM divides them: requests with at most as many new tokens as drafts to verify
+    are decoded, the others are prompts. CUDA graphs are those of TilegenMetadataBuilder."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.VARLEN
@@ -101,17 +101,17 @@ class TilegenLatentMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> MLACommonMetadata:
-        """Return a batch. Raises Unsupported."""
+        """Make a batch. Raises Unsupported."""
         refuse_batches(common_attn_metadata)
-        made = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        if not made.causal:  # all is decoded, however many tokens requests have
-            made.decode.longest_q = common_attn_metadata.max_query_len
-        return made
+        batch = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        if not batch.causal:  # all requests are decoded, with any number of tokens
+            batch.decode.longest_q = common_attn_metadata.max_query_len
+        return batch
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> MLACommonMetadata:
-        """Return a batch whose launch serves sequences as long as the model's longest."""
-        made = super().build_for_cudagraph_capture(common_attn_metadata)
-        return replace(made, decode=replace(made.decode, longest_kv=self._longest.capacity))
+        """Make a batch whose launch covers the model's longest sequence."""
+        batch = super().build_for_cudagraph_capture(common_attn_metadata)
+        return replace(batch, decode=replace(batch.decode, longest_kv=self._longest.capacity))
 
     def _build_decode(
         self,
@@ -135,7 +135,7 @@ class TilegenLatentMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
 
 
 class TilegenLatentImpl(MLACommonImpl[MLACommonMetadata]):
-    """The attention of one layer: `forward_mqa` computes what is decoded."""
+    """The attention of a layer: `forward_mqa` computes the tokens to decode."""
 
     supports_pcp: bool = False
 
@@ -153,7 +153,7 @@ class TilegenLatentImpl(MLACommonImpl[MLACommonMetadata]):
         kv_sharing_target_layer_name: str | None,
         **mla_args: Any,
     ) -> None:
-        """Raises Unsupported."""
+        """Raise Unsupported for unsupported layers."""
         refuse_layers(attn_type, kv_cache_dtype)
         asked = {
             "ALiBi": alibi_slopes,
@@ -182,15 +182,15 @@ class TilegenLatentImpl(MLACommonImpl[MLACommonMetadata]):
         attn_metadata: MLACommonMetadata,
         layer: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Return attention (tokens, heads, latent columns) of the tokens that are decoded, and no
-        lse, which only context parallelism asks for."""
+        """Compute attention (tokens, heads, latent columns) of the tokens to decode, without lse,
+        which only context parallelism needs."""
         rows = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
-        pages, its = kv_c_and_k_pe_cache[:, None], attn_metadata.decode
+        pages, decode = kv_c_and_k_pe_cache[:, None], attn_metadata.decode
         out = attention_paged(
-            *(rows, pages, pages[..., : self.kv_lora_rank], its.block_table, its.seq_lens),
-            q_starts=its.q_starts,
-            max_q_length=its.longest_q,
-            max_kv_length=min(its.longest_kv, its.block_table.shape[1] * pages.shape[2]),
+            *(rows, pages, pages[..., : self.kv_lora_rank], decode.block_table, decode.seq_lens),
+            q_starts=decode.q_starts,
+            max_q_length=decode.longest_q,
+            max_kv_length=min(decode.longest_kv, decode.block_table.shape[1] * pages.shape[2]),
             mask=MASKS[attn_metadata.causal],
             scale=self.scale,
             layout="HND",
@@ -199,8 +199,8 @@ class TilegenLatentImpl(MLACommonImpl[MLACommonMetadata]):
 
 
 class TilegenPrefillBackend(MLAPrefillBackend):
-    """Attention of prompts, whose keys and values vLLM has projected for each head: to themselves,
-    and to each chunk of what is cached of them, which vLLM merges by lse."""
+    """Attention of prompts, for which vLLM has projected keys and values for each head: to
+    themselves, and to each chunk of their cached part. vLLM merges the results by lse."""
 
     def __init__(self, **sizes: Any) -> None:
         super().__init__(**sizes)
@@ -208,7 +208,7 @@ class TilegenPrefillBackend(MLAPrefillBackend):
 
     @staticmethod
     def get_name() -> str:
-        """Return the member of vLLM's enumeration that `register` takes."""
+        """Return the member of vLLM's enumeration that `register` overrides."""
         return "CUSTOM"
 
     @classmethod
@@ -224,13 +224,13 @@ class TilegenPrefillBackend(MLAPrefillBackend):
         out: torch.Tensor | None = None,
         output_scale: torch.Tensor | None = None,
     ) -> Any:
-        """Return attention (tokens, heads, head size of values), and lse (heads, tokens) if asked.
-        Raises Unsupported."""
+        """Compute attention (tokens, heads, head size of values), with lse (heads, tokens) if
+        requested. Raises Unsupported."""
         if output_scale is not None:
             raise Unsupported("tilegen's back end does not quantise its output")
         starts = self._prefill_metadata.query_start_loc
-        found = self._attend(q, k, v, starts, starts, causal=True)
-        return found if return_softmax_lse else found[0]
+        results = self._attend(q, k, v, starts, starts, causal=True)
+        return results if return_softmax_lse else results[0]
 
     def run_prefill_context_chunk(
         self,
@@ -240,12 +240,12 @@ class TilegenPrefillBackend(MLAPrefillBackend):
         v: torch.Tensor,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return attention to a chunk of what is cached, and its lse."""
+        """Compute attention to a chunk of the cached part, and its lse."""
         starts = chunk.query_start_loc, chunk.cu_seq_lens
         return self._attend(q, k, v, *starts, causal=False)
 
     def _attend(self, *packed: torch.Tensor, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return out and lse of packed q, k and v, whose starts follow them."""
+        """Compute out and lse of packed q, k and v; their starts follow in `packed`."""
         mask = MASKS[causal]
         out, lse = attention_varlen(*packed, mask=mask, scale=self.scale, return_lse=True)
-        return out.contiguous(), lse  # as what merges parts takes them to be
+        return out.contiguous(), lse  # vLLM's merge assumes a contiguous out
