@@ -86,7 +86,7 @@ def bundle(
         print_json({**_summary(served), "damaged": damaged, "not_served": why})
     else:
         for entry in served.manifest.problems:
-            kernels = [kernel for its in entry.passes.values() for kernel in its.binaries]
+            kernels = [kernel for built in entry.passes.values() for kernel in built.binaries]
             console.print(f"{entry.arch:8}'{entry.problem}'  {', '.join(kernels)}")
         for name in damaged:
             console.print(f"missing or not what the manifest says: {name}")

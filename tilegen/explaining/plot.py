@@ -238,8 +238,8 @@ def _moved(name: str) -> sp.Expr:
     """Return the bytes of a launch for tiles that divide all lengths; nnz replaces N_q N_kv, the
     scores without a mask."""
     whole = sp.expand(smooth(SCHEDULES[name].bytes().subs(UNMASKED)))
-    each = whole.coeff(N_q, 1).coeff(N_kv, 1)
-    return H_kv * (sp.expand(whole - each * N_q * N_kv) + each * nnz)
+    per_score = whole.coeff(N_q, 1).coeff(N_kv, 1)
+    return H_kv * (sp.expand(whole - per_score * N_q * N_kv) + per_score * nnz)
 
 
 def _evaluated(

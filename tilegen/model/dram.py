@@ -104,23 +104,23 @@ _NUMERIC = _Arithmetic(
 )
 
 
-def _touches(on: _Arithmetic, order: Order, heads: Any, each: Any, wave: Any) -> Any:
-    programs = heads * each
+def _touches(on: _Arithmetic, order: Order, heads: Any, per_head: Any, wave: Any) -> Any:
+    programs = heads * per_head
     if order == "head_major":
-        common = each * wave / on.divisor(each, wave)
+        common = per_head * wave / on.divisor(per_head, wave)
         return on.ceil(programs / wave) + heads - on.ceil(programs / common)
     full = on.floor(programs / wave)
     return full * on.least(wave, heads) + on.least(programs - full * wave, heads)
 
 
-def _live_heads(on: _Arithmetic, order: Order, heads: Any, each: Any, wave: Any) -> Any:
+def _live_heads(on: _Arithmetic, order: Order, heads: Any, per_head: Any, wave: Any) -> Any:
     if order != "head_major":
         return on.least(wave, heads)
-    return on.least(heads, 1 + on.ceil((wave - on.divisor(each, wave)) / each))
+    return on.least(heads, 1 + on.ceil((wave - on.divisor(per_head, wave)) / per_head))
 
 
 def _sweeps(
-    on: _Arithmetic, order: Order, heads: Any, each: Any, wave: Any, capacity: Any, part: Any
+    on: _Arithmetic, order: Order, heads: Any, per_head: Any, wave: Any, capacity: Any, part: Any
 ) -> Any:
     room = capacity / part
 
@@ -133,16 +133,16 @@ def _sweeps(
         waves = (1 - late) * too_small(whole * wave) + late * too_small(heads)
         missed = on.where(wave >= heads, too_small(heads), waves)
     else:
-        common = on.divisor(each, wave)
-        whole = on.floor(wave / each)
-        S, R = each / common, (wave - whole * each) / common
+        common = on.divisor(per_head, wave)
+        whole = on.floor(wave / per_head)
+        S, R = per_head / common, (wave - whole * per_head) / common
         few, many = on.most(0, S - 2 * R + 1), on.most(0, 2 * R - S - 1)
         some = S - 1 - few - many
         less, more = whole + 1, on.least(whole + 2, heads)
         between = on.where(more <= room, 0, on.where(less > room, 1, more - room))
         missed = few * too_small(less) + some * between + many * too_small(more)
         missed = missed / on.most(1, S - 1)
-    again = part * _touches(on, order, heads, each, wave) / heads - 1
+    again = part * _touches(on, order, heads, per_head, wave) / heads - 1
     return 1 + on.most(0, again) * missed
 
 

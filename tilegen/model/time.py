@@ -361,15 +361,15 @@ def queued(warps: int, together: int, units: tuple[float, ...], *, idle: float) 
     single warp takes the sum of all units; many warps take the clocks of the busiest unit.
     """
     used = min(SCHEDULERS, warps * together)
-    each = warps * together / used
+    per_scheduler = warps * together / used
     of_warp = [clocks * SCHEDULERS / warps for clocks in units]
     waiting = [0.0] * len(units)
     apart = before = 0.0
-    for present in range(1, math.ceil(each) + 1):
+    for present in range(1, math.ceil(per_scheduler) + 1):
         there = [clocks * (1 + others) for clocks, others in zip(of_warp, waiting, strict=True)]
         before, apart = apart, (idle + sum(there)) / present
         waiting = [clocks / apart for clocks in there]
-    if (part := each % 1) and before:
+    if (part := per_scheduler % 1) and before:
         apart = before + part * (apart - before)
     return apart * warps / used
 

@@ -46,8 +46,8 @@ def visits(tiled: Tiled, *, aligned: bool | None = None) -> Visits:
     if task.joined:
         splits = -(-streamed // task.joined.split_kv)
         steps = -(-splits // config.block_n)
-    every = tiles * steps
-    return Visits(programs=tiles, tiles=every, partial_tiles=0, rows=0, longest=steps)
+    all_tiles = tiles * steps
+    return Visits(programs=tiles, tiles=all_tiles, partial_tiles=0, rows=0, longest=steps)
 
 
 def visits_of(
@@ -77,9 +77,9 @@ def visits_of(
         return counts
     if not is_single(problem.mask, side):  # all tiles of each split with a visited tile
         splits = counted(split_kv)
-        each = split_kv // block_n
-        most = min(splits.tiles * each, splits.programs * -(-problem.seqlen_kv // block_n))
-        counts = replace(counts, tiles=most, rows=splits.rows, longest=splits.longest * each)
+        tiles_each = split_kv // block_n
+        most = min(splits.tiles * tiles_each, splits.programs * -(-problem.seqlen_kv // block_n))
+        counts = replace(counts, tiles=most, rows=splits.rows, longest=splits.longest * tiles_each)
     return replace(counts, partial_tiles=counts.tiles)
 
 
