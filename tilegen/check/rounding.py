@@ -28,9 +28,9 @@ A weight is exp2(s * scale_log2 - lse_log2). An absolute error of the exponent i
 of the weight. Roundings in the exponent: the sum q k^T (2 a term: product and sum), the scale (2:
 as a number, and times log2(e)) and the product of both; the logarithm in lse (2), lse when it is
 stored, the factor between the bases (2) and the product with it; the difference. Besides, exp2 errs
-by two units in the last place on NVIDIA GPUs (4), and the weighted value is rounded in its product
-and its sum (2), and when it is scaled (2). So each part of a term is rounded at most 8 times by up
-to a unit. Errors are symmetric: their standard deviation is sqrt(8 / 3) = 1.6 units, and a bound of
+by two units in the last place on NVIDIA GPUs (4). The weighted value is rounded in its product and
+its sum (2), and when it is scaled (2). So each part of a term is rounded at most 8 times by up to a
+unit. Errors are symmetric: their standard deviation is sqrt(8 / 3) = 1.6 units, and a bound of
 4 is 2.5 sigma. Longer sums err more, but so do PyTorch's.
 """
 

@@ -113,8 +113,8 @@ def product_bound() -> sp.Expr:
     """Return LB2 in words, useful for M < 4 d^2: computing S is a product of Q and K^T.
 
     Saha and Ye, Theorem 3.7: if each entry of S is written when it first appears, the kernel is a
-    matrix product, which moves 2 N_q N_kv d / sqrt(M) - 2 M words (Smith et al.). The kernel saves
-    the first read of each entry. The argument counts products, so it holds under a mask too.
+    matrix product. A product moves 2 N_q N_kv d / sqrt(M) - 2 M words (Smith et al.). The kernel
+    saves the first read of each entry. The argument counts products, so it holds under a mask too.
     """
     entries = H_kv * g * nnz
     return 2 * entries * d_qk / sp.sqrt(M) - entries - 2 * M * P

@@ -1,7 +1,7 @@
 """The model at two levels: SMs and L2, exactly; L2 and DRAM, by waves and the order of launch.
 
 The fast memory of the second level is L2. Its contents depend on the programs that run together.
-Programs start in the order of their ids, n_w at a time (a wave), and stream the rows of their
+Programs start in the order of their ids, n_w at a time (a wave). They stream the rows of their
 key-value head in near lock-step, so a wave reads each of its heads once. A head that the next wave
 reads too comes from L2 unless it was evicted in between. The formulas are those of an LRU cache
 under lock-step, averaged over the positions of waves relative to heads.
@@ -208,7 +208,7 @@ def dram_bytes(tiled: Tiled, *, in_flight: int, order: Order | None = None) -> i
     """Compute the bytes between L2 and DRAM.
 
     Stationary rows move once. Streamed rows move `sweeps` times, but never more often than from L2
-    to the SMs, which is less if a mask leaves each program a part of the rows.
+    to the SMs. That is less often if a mask leaves each program a part of the rows.
     """
     return _between(tiled.spec.loop, tiled, traffic(tiled), in_flight, order)
 

@@ -26,7 +26,7 @@ MAX_PROGRAMS_PER_SM = 32
 MOST_SPILLED = 128
 """Bytes of registers that a thread of a usable kernel may spill: 32 of 255 registers.
 
-In inner loops of kernels compiled for sm_90, about 5 of 100 instructions load or store local memory
+Of 100 instructions in inner loops of kernels compiled for sm_90, about 5 load or store local memory
 if a thread spills 120 bytes, and 7 if it spills 136. At 160 bytes ptxas was observed to wait for
 each matrix product before it issues the next.
 """

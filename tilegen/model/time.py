@@ -352,8 +352,8 @@ def busy_clocks(clk: StepClocks, softmax: float, warps: int) -> float:
 
 
 def queued(warps: int, together: int, units: tuple[float, ...], *, idle: float) -> float:
-    """Compute the clocks of a step of a program if each warp waits for its own results, so that
-    units work in parallel only as far as there are other warps.
+    """Compute the clocks of a step of a program if each warp waits for its own results. Units then
+    work in parallel only as far as there are other warps.
 
     `units` are the clocks for which a step keeps each unit busy, `idle` those that a warp spends at
     no unit. Warps that share a scheduler queue for its units, in mean-value analysis (Reiser and

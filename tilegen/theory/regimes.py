@@ -23,8 +23,8 @@ from tilegen.theory.optimum import crossover
 def worst_case_over_instances(direction: Direction) -> sp.Expr:
     """Return Li, Theorem 4.5, without its constant. For reports only: NOT a bound for one mask.
 
-    The formula is a worst case over all instances with these counts of nonzeros, and it counts
-    nonzeros of the factors, which are dense for a mask. Windows and blocks of fixed size move
+    The formula is a worst case over all instances with these counts of nonzeros. It counts nonzeros
+    of the factors, which are dense for a mask. Windows and blocks of fixed size move
     Theta(N d) words, for which the formula gives N^1.5. The backward's subscripts are quoted from
     memory. Use `patterns.pattern_bound` for a mask.
     """
