@@ -53,8 +53,8 @@ def _floor_us(problem: AttentionProblem, gpu: str, kernel: Kernel, *, masked: bo
     heads, groups = problem.batch * problem.num_heads_q, problem.batch * problem.num_heads_kv
     # Only reads count: L2 is cleared before a launch, but may keep what the launch writes.
     read = [moved.tensor for moved in kind.floor if moved.direction == "read"]
-    row_dims = [WIDTHS[tensor] for tensor in read if tensor in _OF_ROWS]
-    key_dims = [WIDTHS[tensor] for tensor in read if tensor in ("k", "v")]
+    row_dims: list[Dim] = [WIDTHS[tensor] for tensor in read if tensor in _OF_ROWS]
+    key_dims: list[Dim] = [WIDTHS[tensor] for tensor in read if tensor in ("k", "v")]
     words = heads * rows * _width(problem, row_dims) + groups * columns * _width(problem, key_dims)
     flops = 2 * heads * entries * _width(problem, kind.products)
     peak = spec.vector_flops_32 if problem.dtype == "fp32" else spec.tensor_flops_16
