@@ -115,19 +115,19 @@ def readme_table(rows: Sequence[Row]) -> Iterator[str]:
         for direction in ("forward", "backward"):
             case = by_case[problem, direction]
             median = float(case["tilegen"]["median_ms"])
-            cells += [f"{median:.3g} ms", f"{speed(case):.2g} times"]
+            cells += [f"{median:.3g} ms", f"{speed(case):.3g} times"]
         yield f"| {' | '.join(cells)} |"
 
 
 def curves(
     rows: Sequence[Row], *, dtype: str, mask: str, direction: str
 ) -> dict[str, list[tuple[int, float]]]:
-    """Return (length, milliseconds a head) of each provider: head dim 64, one thread."""
+    """Return (length, milliseconds a head) of each provider: head dim 64, two threads."""
     found: dict[str, list[tuple[int, float]]] = defaultdict(list)
     for row in rows:
         problem = AttentionProblem.parse(row["problem"])
         is_drawn = (problem.dtype, problem.mask.notation, problem.head_dim_qk) == (dtype, mask, 64)
-        if is_drawn and (row["direction"], row["threads"]) == (direction, "1"):
+        if is_drawn and (row["direction"], row["threads"]) == (direction, "2"):
             heads = problem.batch * problem.num_heads_q
             found[row["provider"]].append((problem.seqlen_q, float(row["median_ms"]) / heads))
     return {provider: sorted(points) for provider, points in found.items()}
@@ -151,7 +151,7 @@ def figure(rows: Sequence[Row]) -> Figure:
     for axis in axes[-1]:
         axis.set_xlabel("tokens")
     for axis in axes[:, 0]:
-        axis.set_ylabel("ms a head, one thread")
+        axis.set_ylabel("ms a head, two threads")
     axes[0, 0].legend()
     drawn.tight_layout()
     return drawn
