@@ -137,11 +137,14 @@ def show(
     replaces either choice. With `unaligned`, addresses and strides need not be multiples of 16
     bytes.
     """
+    from tilegen.choose.ranker import joining, propose
     from tilegen.emit.render import render
     from tilegen.pipeline import choose_kernel
 
     task, tile = _task(kernel, problem, gpu_of(gpu)), config_of(config)
-    tile = tile or choose_kernel(task, may_compile=not by_model).config
+    if tile is None and by_model:
+        tile = propose(joining(task), top=1)[0].config
+    tile = tile or choose_kernel(task, may_compile=True).config
     return render(task.problem, tile, task.kernel, aligned=False if unaligned else None)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import tilegen
 from tests import warm
 from tests.bundles import write_bundle
 from tests.records import RECORD, timed
@@ -19,6 +20,7 @@ from tilegen.bundles.manifest import MANIFEST, Manifest
 from tilegen.calls import ranks
 from tilegen.choose import records
 from tilegen.choose.families import family
+from tilegen.choose.ranker import propose
 from tilegen.explaining.explanation import explain_all
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import Kernel, TileConfig
@@ -86,6 +88,16 @@ def test_an_explanation_is_about_the_family_that_calls_use() -> None:
         assert told["pass"]["family"] == expected
         assert told["pass"]["kernels"] == [kernel]
         assert ("measured" in told["pass"]["because"]) == (not by_model)
+
+
+def test_a_kernel_is_shown_as_calls_launch_it_or_as_the_model_has_it() -> None:
+    measured(LARGE, "fwd", 1000.0)
+    recorded, first = config_of("fwd"), propose(KernelTask.of("fwd", LARGE, H200), top=1)[0].config
+    assert recorded != first
+    for by_model, config in ((False, recorded), (True, first)):
+        shown = tilegen.show(LARGE, "h200", by_model=by_model).source
+        assert f"BLOCK_M = tl.constexpr({config.block_m})" in shown
+        assert f"BLOCK_N = tl.constexpr({config.block_n})" in shown
 
 
 def test_a_family_is_not_left_for_one_that_the_model_ranks_behind_it() -> None:
