@@ -63,7 +63,8 @@ class CallRow(Environment):
     direction: str
     provider: str
     path: str
-    """What computes tilegen's calls: kernels for a processor, or PyTorch; empty for others."""
+    """Name of the code that computes tilegen's calls: kernels with their target, or the reason why
+    PyTorch computes. Empty for other providers."""
     config: str
     """Tiles of tilegen's kernels."""
     median_ms: float
@@ -160,7 +161,7 @@ def measure(
     functions_of = passes_to_time(problem, compared)
     for direction in ("forward",) if with_flex else PASSES:
         functions = functions_of[direction]
-        configs = cpu_choice(problem.normal().bucket, direction)[1]
+        configs = cpu_choice(problem.normal(), direction)[1]
         compiled = sum(compile_seconds(problem, *choice) for choice in configs.items())
         flops = products(problem, 2 if direction == "forward" else 5)
         for provider, timing in timed_in_turns(functions, seconds=seconds).items():

@@ -34,6 +34,7 @@ def cpu_choice(
     problem: AttentionProblem, direction: Direction
 ) -> tuple[FamilySpec, dict[Kernel, TileConfig]]:
     """Choose the family of a pass and the config of each kernel. Raises Unsupported."""
+    problem = problem.bucket  # lengths are powers of two
     family = _family(problem, direction)
     if reason := family.why_not(problem, "cpu"):
         raise Unsupported(reason)
@@ -64,7 +65,7 @@ def _config(problem: AttentionProblem, kernel: Kernel) -> TileConfig:
     if not problem.invariant:
         shares = -(-BUSY // _programs(problem))
         longest = spec.knobs.split_kv[-1]
-        split = min(max(LEAST_SPLIT, _power(problem.seqlen_kv) // shares), longest)
+        split = min(max(LEAST_SPLIT, problem.seqlen_kv // shares), longest)
     return replace(config, block_m=_queries(problem), heads=heads, split_kv=split)
 
 
@@ -73,15 +74,10 @@ def _queries(problem: AttentionProblem) -> int:
     heads = packed_heads(problem)
     # A prompt and its chunks must have the same tiles if their bits must be the same.
     length = 1 if problem.invariant else problem.seqlen_q
-    return max(FEW_ROWS, heads, min(_power(length) * heads, MOST_ROWS)) // heads
+    return max(FEW_ROWS, heads, min(length * heads, MOST_ROWS)) // heads
 
 
 def _programs(problem: AttentionProblem) -> int:
     """Count the programs of a forward without splits."""
     groups = problem.num_heads_q if packed_heads(problem) == 1 else problem.num_heads_kv
     return problem.batch * groups * -(-problem.seqlen_q // _queries(problem))
-
-
-def _power(length: int) -> int:
-    """Return the smallest power of two not below a length."""
-    return 1 << (length - 1).bit_length()

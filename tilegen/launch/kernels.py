@@ -22,7 +22,7 @@ from tilegen.kernels import passes
 from tilegen.kernels.config import Kernel
 from tilegen.kernels.layout import public_lse
 from tilegen.kernels.panels import Launch, rows_for
-from tilegen.kernels.spec import Direction
+from tilegen.kernels.spec import Direction, FamilySpec
 from tilegen.kernels.split_kv import Requests
 from tilegen.launch.binding import BoundKernel
 from tilegen.launch.bound_module import bound_kernel, bound_module
@@ -245,31 +245,35 @@ class Kernels:
         for kernel, config in configs.items():
             rendered = render(problem, config, kernel, aligned=self.aligned)
             kernels[kernel] = bound_kernel(rendered, self.device)
-        return self._pass(direction, kernels, panel_rows=1)
+        return self._pass(direction, family, kernels, panel_rows=1)
 
     def _for_gpu(self, direction: Direction) -> Pass:
         spec = _spec(self.device)
         rows = rows_for(self._problems[direction], spec, direction)
         if kernels := self._from_bundle(spec, direction):
-            return self._pass(direction, kernels, panel_rows=rows, readable=(torch.int32,))
+            family = passes.family_of(kernels, direction)
+            return self._pass(direction, family, kernels, panel_rows=rows, readable=(torch.int32,))
         kernels = self._compiled_here(spec, direction)
         library = self._library(spec, direction, tuple(kernels))
-        return self._pass(direction, kernels, panel_rows=rows, library=library)
+        family = passes.family_of(kernels, direction)
+        return self._pass(direction, family, kernels, panel_rows=rows, library=library)
 
     def _pass(
         self,
         direction: Direction,
+        family: FamilySpec,
         kernels: Mapping[Kernel, BoundKernel],
         *,
         panel_rows: int,
         readable: tuple[torch.dtype, ...] = READABLE,
         library: Library | None = None,
     ) -> Pass:
+        pairs = direction == "forward" and self._problems[direction].pair_lse
         return Pass(
             kernels,
             {name: kernel.launch for name, kernel in kernels.items()},
             panel_rows,
-            _run_of(kernels, direction, self._problems[direction]),
+            partial(family.run, pairs=True) if pairs else family.run,
             all(kernel.reads_nothing for kernel in kernels.values()),
             any(kernel.reads_lists for kernel in kernels.values()),
             not self._integers or not set(self._integers) <= set(readable),
@@ -313,14 +317,6 @@ class Kernels:
             if kernels := bundle.launches(problem, spec, direction, aligned=self.aligned):
                 return kernels
         return None
-
-
-def _run_of(
-    kernels: Mapping[Kernel, BoundKernel], direction: Direction, problem: AttentionProblem
-) -> Callable[..., Any]:
-    """Return `run` of the family of these kernels."""
-    run = passes.family_of(kernels, direction).run
-    return partial(run, pairs=True) if direction == "forward" and problem.pair_lse else run
 
 
 @cache
