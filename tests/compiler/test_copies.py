@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from tests.compiler import kernels
-from tests.compiler.runs import TARGETS, launch
+from tests.compiler.runs import TARGETS, at_once, launch
 from tilegen.cpu import copies
 from tilegen.cpu.direct import DirectFunction
 from tilegen.cpu.target import Target
@@ -112,11 +111,7 @@ def test_several_python_threads_add_at_once() -> None:
             if not torch.equal(out, expected):
                 wrong.append(i)
 
-    started = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in started:
-        thread.start()
-    for thread in started:
-        thread.join()
+    at_once(work)
     assert not wrong
 
 

@@ -88,11 +88,7 @@ def test_many_python_threads_launch_at_once(launch: Launch) -> None:
             if not torch.equal(launch(*given)[0], expected):
                 wrong.append(i)
 
-    started = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in started:
-        thread.start()
-    for thread in started:
-        thread.join()
+    runs.at_once(work)
     assert not wrong
 
 
