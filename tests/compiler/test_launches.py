@@ -6,8 +6,7 @@ import ctypes
 import os
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -25,12 +24,7 @@ CONFIG = TileConfig(block_m=16, block_n=32)
 WAYS = ["openmp", "pool"]
 
 
-@pytest.fixture(autouse=True)
-def _two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("two_threads")
 
 
 @pytest.fixture
@@ -180,19 +174,16 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forks under threads
-def test_a_child_of_a_process_that_used_threads_launches_alone(way: str) -> None:
+def test_a_child_of_a_process_that_used_threads_launches_alone(
+    way: str, in_a_child: Callable[[Callable[[], bool]], bool]
+) -> None:
     expected = _forward(300, 300)[0]
-    child = os.fork()
-    if child == 0:
-        alone = threads.usable_threads(100) == 1
+
+    def is_right() -> bool:
         same = bool((_forward(300, 300)[0].numpy() == expected.numpy()).all())
-        os._exit(0 if alone and same else 1)
-    deadline = threading.Timer(60, os.kill, (child, 9))
-    deadline.start()
-    _, status = os.waitpid(child, 0)
-    deadline.cancel()
-    assert os.waitstatus_to_exitcode(status) == 0
+        return threads.usable_threads(100) == 1 and same
+
+    assert in_a_child(is_right)
 
 
 ENDING = """

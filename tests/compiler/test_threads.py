@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import os
 import threading
-import warnings
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,12 +24,7 @@ from tilegen.problem import AttentionProblem
 CONFIG = TileConfig(block_m=16, block_n=16)
 
 
-@pytest.fixture(autouse=True)
-def _two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("two_threads")
 
 
 @pytest.fixture(params=["tensors", "addresses"])
@@ -93,21 +87,13 @@ def test_many_python_threads_launch_at_once(launch: Launch) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_a_forked_child_does_not_hang(launch: Launch) -> None:
+def test_a_forked_child_does_not_hang(
+    launch: Launch, in_a_child: Callable[[Callable[[], bool]], bool]
+) -> None:
     """The parent's OpenMP threads are not in the child: it launches with one thread."""
     given = _given()
     expected = launch(*given)[0]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forks under threads
-        child = os.fork()
-    if child == 0:
-        same = bool((launch(*given)[0].numpy() == expected.numpy()).all())
-        os._exit(0 if same else 1)
-    deadline = threading.Timer(60, os.kill, (child, 9))
-    deadline.start()
-    _, status = os.waitpid(child, 0)
-    deadline.cancel()
-    assert os.waitstatus_to_exitcode(status) == 0
+    assert in_a_child(lambda: bool((launch(*given)[0].numpy() == expected.numpy()).all()))
 
 
 def test_scratch_grows_and_belongs_to_a_python_thread() -> None:
