@@ -29,7 +29,11 @@ def in_a_child() -> Callable[[Callable[[], bool]], bool]:
             warnings.simplefilter("ignore", DeprecationWarning)  # of forks under threads
             child = os.fork()
         if child == 0:
-            os._exit(0 if is_right() else 1)
+            status = 1  # also where the function raises
+            try:
+                status = 0 if is_right() else 1
+            finally:
+                os._exit(status)
         deadline = threading.Timer(60, os.kill, (child, 9))
         deadline.start()
         _, status = os.waitpid(child, 0)

@@ -117,7 +117,7 @@ class TuningRecord:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What the record is about: gpu, arch, kernel, problem, policy."""
+        """The subject of the record: gpu, arch, kernel, problem, policy."""
         return tuple(str(getattr(self, name)) for name in KEY)
 
     @property
