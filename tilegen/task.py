@@ -77,7 +77,7 @@ class KernelTask:
     joined: TileConfig | None = None
     """The config whose splits the kernel joins, where that is settled."""
     follows: KernelSpec | None = None
-    """The kernel that makes them, where that is not of the first family that the kernel is in."""
+    """The kernel whose splits are joined, where it is not of the first family of this kernel."""
 
     @classmethod
     def of(cls, kernel: Kernel, problem: AttentionProblem, device: GpuSpec) -> KernelTask:

@@ -66,8 +66,8 @@ def test_launches_of_its_kernels_make_up_the_family() -> None:
 
 
 def test_programs_steps_and_rows_of_shares() -> None:
-    """Of 16 tiles of 64 keys in 4 shares, each has 4. The first share has most queries under a
-    causal mask."""
+    """1024 keys are 16 tiles of 64 keys, so that each of 4 shares has 4 tiles. Under a causal mask
+    the first share has the most query tiles."""
     config = TileConfig.parse("m64n64k256w4s2")
     full = PARSE("b2 hq4 hkv1 q1024 kv1024 d64 bf16 full")
     found = splits_of(tiled(NAME, full, config))
