@@ -38,10 +38,15 @@ import typer
 
 from benchmarks.environment import ROOT, has_gpu
 from benchmarks.parts import Outcome, Part, run_parts
+from benchmarks.run import named
 from benchmarks.summary import summarise
 
 STOPS_ITSELF = 0.92
 """Share of its time after which a part that watches the clock starts nothing new."""
+PEERS = ("tilegen", "sdpa-flash", "sdpa-cudnn", "flex")
+"""Providers that are timed: `python -m benchmarks.run` times all."""
+MOST_PROCESSES = 14
+"""Upper bound on the processes of pytest: each holds half a gigabyte of the GPU's memory."""
 LAST_SECONDS = 16.0
 """Time that is kept for the summary and for a part that is slow to end [seconds]."""
 
@@ -49,7 +54,9 @@ LAST_SECONDS = 16.0
 def parts(out: Path) -> list[Part]:
     """Return what is run, in order of importance of what would be lost without it."""
     python = sys.executable
-    spread = ["-n", "4"] if find_spec("xdist") else []  # most of the time goes into compiling
+    # Most of the time goes into compiling, which each process of pytest does by itself.
+    processes = min(max(1, len(os.sched_getaffinity(0)) - 2), MOST_PROCESSES)
+    spread = ["-n", f"{processes}", "--dist", "loadgroup"] if find_spec("xdist") else []
 
     def module(name: str, *arguments: str) -> list[str]:
         return [python, "-m", f"benchmarks.{name}", *arguments]
@@ -84,7 +91,8 @@ def parts(out: Path) -> list[Part]:
         Part(
             name="benchmarks",
             command=lambda s: module(
-                "run", "--head", minutes(s), f"--csv={out / 'benchmarks.csv'}"
+                *("run", "--head", *(f"--provider={name}" for name in PEERS)),
+                *(minutes(s), f"--csv={out / 'benchmarks.csv'}"),
             ),
             share=0.3,
         ),
@@ -152,6 +160,9 @@ def terminate(*_: object) -> NoReturn:
 def main(
     out: Annotated[Path, typer.Option(help="Folder for what is found out; made if needed.")],
     minutes: Annotated[float, typer.Option(help="Time limit for all of it.")] = 9.0,
+    part: Annotated[
+        list[str] | None, typer.Option(help="A part by name; may be repeated. Default: all.")
+    ] = None,
 ) -> None:
     """Test, tune, benchmark and profile on this machine's GPU, within a time limit.
 
@@ -162,12 +173,13 @@ def main(
         raise typer.Exit(1)
     signal.signal(signal.SIGTERM, terminate)
     out = out.absolute()
+    chosen = named("part", parts(out), part)
     out.mkdir(parents=True, exist_ok=True)
     # One cache for all parts: benchmarks use what was tuned, and the user's own stays as it is.
     with tempfile.TemporaryDirectory(prefix="tilegen-gpu-check-") as cache:
         os.environ["TILEGEN_CACHE_DIR"] = cache
         try:
-            outcomes = gather(parts(out), out, seconds=60 * minutes)
+            outcomes = gather(chosen, out, seconds=60 * minutes)
         finally:
             copy_trials(Path(cache), out)
     print()

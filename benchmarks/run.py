@@ -22,6 +22,7 @@ import typer
 from benchmarks import cpu_calls
 from benchmarks.arithmetic import compulsory_bytes, flops, ideal_seconds
 from benchmarks.environment import RESULTS, environment, gpu_folder, has_gpu, start_over
+from benchmarks.parts import Part
 from benchmarks.providers import Provider, providers
 from benchmarks.rows import Row, Status, append, read, same_values, with_environment
 from benchmarks.workloads import CATALOGUE, MASKED, Workload, head
@@ -227,8 +228,8 @@ def main(
         return
     started = time.monotonic()
     known = MASKED if masks else head() if only_head else CATALOGUE
-    workloads = _named("workload", known, workload)
-    chosen = list(cases(workloads, _named("provider", providers(), provider)))
+    workloads = named("workload", known, workload)
+    chosen = list(cases(workloads, named("provider", providers(), provider)))
     path = csv or RESULTS / gpu_folder() / f"{environment().date}.csv"
     print(f"{environment().gpu}: up to {len(chosen)} rows for {path}", flush=True)
     deadline = started + 60 * minutes
@@ -241,10 +242,10 @@ def main(
         print(f"time is over, {left} rows left; the same command goes on from here")
 
 
-Named = TypeVar("Named", Workload, Provider)
+Named = TypeVar("Named", Workload, Provider, Part)
 
 
-def _named(what: str, known: Sequence[Named], names: Sequence[str] | None) -> Sequence[Named]:
+def named(what: str, known: Sequence[Named], names: Sequence[str] | None) -> Sequence[Named]:
     """Return those of `known` that are named, or all. Raises typer.BadParameter."""
     by_name = {item.name: item for item in known}
     if unknown := [name for name in names or () if name not in by_name]:

@@ -12,6 +12,7 @@ import io
 import tarfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -20,6 +21,7 @@ import typer
 from benchmarks.environment import gpu_at_hand, start_over
 from benchmarks.workloads import CATALOGUE, Workload, head
 from tilegen.choose.families import kernels_of
+from tilegen.compiling.workers import Pool
 from tilegen.disk import write_whole
 from tilegen.errors import TilegenError
 from tilegen.gpus.spec import GpuSpec
@@ -28,6 +30,7 @@ from tilegen.problem import AttentionProblem
 from tilegen.settings import settings
 from tilegen.store import list_records, locations, look_up
 from tilegen.task import KernelTask
+from tilegen.tuning.bench import compile_ahead
 from tilegen.tuning.measure import DeviceLost
 from tilegen.tuning.tuner import tune
 
@@ -66,25 +69,28 @@ def tune_all(todo: Sequence[Job], spec: GpuSpec, *, deadline: float, pack: Path 
     `deadline` is a time of `time.monotonic`. DeviceLost escapes: the process is of no more use.
     """
     failures = 0
-    for index, (problem, kernel) in enumerate(todo):
-        left = deadline - time.monotonic()
-        if left <= 0:
-            print(f"time is over, {len(todo) - index} kernels left untuned", flush=True)
-            break
-        try:
-            tune(
-                KernelTask.of(kernel, problem, spec),
-                seconds=left / (len(todo) - index),
-                progress=False,
-            )
-        except DeviceLost:
-            raise
-        except TilegenError as error:
-            failures += 1
-            print(f"{kernel} for '{problem}': {error}", flush=True)
-        finally:
-            if pack:
-                pack_records(pack)
+    with Pool() as pool:  # for all jobs: compilers take seconds to start
+        for index, (problem, kernel) in enumerate(todo):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                print(f"time is over, {len(todo) - index} kernels left untuned", flush=True)
+                break
+            task = KernelTask.of(kernel, problem.bucket, spec)
+            try:
+                tune(
+                    task,
+                    seconds=left / (len(todo) - index),
+                    compile=partial(compile_ahead, task, pool=pool),
+                    progress=False,
+                )
+            except DeviceLost:
+                raise
+            except TilegenError as error:
+                failures += 1
+                print(f"{kernel} for '{problem}': {error}", flush=True)
+            finally:
+                if pack:
+                    pack_records(pack)
     return failures
 
 

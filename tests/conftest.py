@@ -52,6 +52,11 @@ def pytest_configure(config: pytest.Config) -> None:
     # Whatever is set: workers and programs of tests would compile the same modules again and again.
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    if has_gpu_device() and hasattr(config, "workerinput"):
+        # With its own share of the cores, a worker compiles in its process. Else each worker would
+        # start as many compilers as there are cores.
+        cores, number = sorted(os.sched_getaffinity(0)), int(config.workerinput["workerid"][2:])
+        os.sched_setaffinity(0, cores[number :: config.workerinput["workercount"]] or cores)
     if find_spec("hypothesis"):  # a busy machine is not a failure
         from hypothesis import HealthCheck, settings
 

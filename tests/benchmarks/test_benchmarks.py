@@ -299,7 +299,7 @@ def test_lost_device_is_a_row_and_ends_the_process(
 
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(typer.BadParameter, match="llama3-8b-8k"):
-        run._named("workload", CATALOGUE, ["llama"])
+        run.named("workload", CATALOGUE, ["llama"])
 
 
 def test_without_a_gpu_calls_on_the_cpu_are_timed(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -73,9 +74,23 @@ def test_varlen_attn_runs_on_tilegen_while_it_is_active(active: list[str]) -> No
 def test_slopes_and_other_refusals_reach_pytorchs_own_kernel(active: list[str]) -> None:
     q = inputs(2, 100, 4, 64)[0].detach()
     slopes = torch.rand(4, device="cuda")
-    out, *_ = torch.ops.aten._flash_attention_forward(
-        *(q, q, q, None, None, 100, 100, 0.0, True, False), alibi_slopes=slopes
-    )
+
+    def slopes_by_torch() -> torch.Tensor:
+        return torch.ops.aten._flash_attention_forward(
+            *(q, q, q, None, None, 100, 100, 0.0, True, False), alibi_slopes=slopes
+        )[0]
+
+    tilegen.deactivate()
+    try:
+        slopes_by_torch()
+    except RuntimeError as error:  # PyTorch 2.11 for CUDA 13 was built without ALiBi
+        tilegen.activate()
+        with pytest.raises(RuntimeError, match=re.escape(str(error))):
+            slopes_by_torch()
+        assert not active
+        return
+    tilegen.activate()
+    out = slopes_by_torch()
     assert not active
     compare((out,), (flash_attn_func(q, q, q, causal=True, alibi_slopes=slopes),))
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import sympy
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.listed_masks import SAME_DOCUMENT, shape_of
 from tilegen.errors import Unsupported
@@ -58,6 +59,38 @@ def test_other_elements_give_new_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows(cache, SAME_DOCUMENT, ids) is before
     ids.data = torch.zeros_like(ids)
     assert before.visited_tiles < rows(cache, SAME_DOCUMENT, ids).visited_tiles == 16
+
+
+class Pool(TorchDispatchMode):
+    """Note the memory that this thread allocates, as the pool of a CUDA graph does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: list[torch.Tensor] = []  # held, so that no address is used again
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = result if isinstance(result, tuple | list) else (result,)
+        self.tensors += [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
+        return result
+
+
+@pytest.mark.parametrize("in_pools", [False, True])
+def test_lists_stay_out_of_the_pool_of_a_graph(
+    in_pools: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool must be empty once the call that warms up for a capture has returned."""
+    monkeypatch.setattr(tile_lists, "allocates_from_pools", lambda _: in_pools)
+    cache, ids = ListCache(), torch.arange(64) // 10
+    with Pool() as pool:
+        lists = rows(cache, SAME_DOCUMENT, ids)
+    expected = build(SAME_DOCUMENT, [ids], SHAPE, device="cpu", side="rows")
+    assert torch.equal(lists.tiles, expected.tiles)
+    assert torch.equal(lists.starts, expected.starts)
+    kept = {lists.tiles.data_ptr(), lists.starts.data_ptr()}
+    assert kept.isdisjoint(tensor.data_ptr() for tensor in pool.tensors) == in_pools
 
 
 def test_a_captured_graph_is_right_for_values_to_come(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,8 @@ are kept, so that all layers of a model share those of one mask.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from threading import Lock, RLock
 from weakref import ref
 
@@ -177,6 +178,8 @@ class ListCache:
                 states = tuple(map(_state, sources))
                 with sympy_lock.lock:
                     lists = build(keep, captured, shape, device=device, side=side)
+                if allocates_from_pools(device):
+                    lists = outside_of_pools(lists)
                 entry.lists, entry.states = lists, states  # together: a build may fail
             return entry.lists
 
@@ -192,6 +195,29 @@ class ListCache:
                 entry = _Entry(tuple(ref(tensor, forget) for tensor in sources))
                 self._entries[key] = entry
             return entry
+
+
+def allocates_from_pools(device: torch.device) -> bool:
+    """Whether CUDA graphs may have memory pools of their own on a device."""
+    return device.type == "cuda"
+
+
+def outside_of_pools(lists: TileLists) -> TileLists:
+    """Copy lists into memory that belongs to no CUDA graph.
+
+    Before torch.compile captures a graph, it runs the call once, with allocations of the calling
+    thread taken from the memory pool of the graph. It refuses what stays allocated there. Other
+    threads allocate as usual, so that another thread makes the copies.
+    """
+    device = lists.tiles.device
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    def copied() -> TileLists:
+        with torch.cuda.stream(stream):
+            return replace(lists, tiles=lists.tiles.clone(), starts=lists.starts.clone())
+
+    with ThreadPoolExecutor(1, thread_name_prefix="tilegen-lists") as thread:
+        return thread.submit(copied).result()
 
 
 def _state(tensor: torch.Tensor) -> State:
