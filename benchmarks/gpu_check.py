@@ -54,9 +54,10 @@ LAST_SECONDS = 16.0
 def parts(out: Path) -> list[Part]:
     """Return what is run, in order of importance of what would be lost without it."""
     python = sys.executable
-    # Most of the time goes into compiling, which each process of pytest does by itself.
+    # Most of the time goes into compiling, which each process of pytest does by itself. Neighbours
+    # stay together, so that one process makes the bundle of a file.
     processes = min(max(1, len(os.sched_getaffinity(0)) - 2), MOST_PROCESSES)
-    spread = ["-n", f"{processes}", "--dist", "loadgroup"] if find_spec("xdist") else []
+    spread = ["-n", f"{processes}", "--dist", "worksteal"] if find_spec("xdist") else []
 
     def module(name: str, *arguments: str) -> list[str]:
         return [python, "-m", f"benchmarks.{name}", *arguments]

@@ -19,6 +19,7 @@ Status = Literal[
     "out_of_memory",
     "build_failed",
     "out_of_resources",
+    "declined",
     "launch_failed",
     "unmeasured",
 ]

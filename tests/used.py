@@ -4,6 +4,22 @@ from __future__ import annotations
 
 from tilegen.model.resources import Resources, StepCode
 
+STEP = StepCode(
+    instructions=3456,
+    exponentials=256,
+    fp32=896,
+    integer=648,
+    multiply_adds=2**22,
+    rows=64,
+    shared_bytes=271360,
+    local=136,
+    exposed=40,
+    exposed_exponentials=0,
+    asynchronous=True,
+    serialized=False,
+)
+"""A step of dK/dV at head dim 128 with tiles of 64 x 128, as compiled for sm_90."""
+
 
 def used(
     *,

@@ -26,7 +26,6 @@ from tilegen.problem import AttentionProblem
 from tilegen.runtime import plans
 
 pytest.importorskip("cuda.bindings.driver", reason="needs NVIDIA's package cuda-bindings")
-pytestmark = pytest.mark.xdist_group("bundle")  # one process generates the bundle, not each
 
 CAUSAL = AttentionProblem.parse("b2 hq8 hkv2 q1000 kv1000 d128 bf16 causal")
 SMALL_CACHE = AttentionProblem.parse("b1 hq4 hkv2 q600 kv700 d512 bf16 causal")

@@ -66,7 +66,14 @@ def agrees(
         k: render(problem, propose(KernelTask.of(k, problem, spec), top=1)[0].config, k)
         for k in kernels
     }
-    require(check(rendered, make_inputs(problem, device="cuda"), mask=judged or mask, score=score))
+    require(
+        check(
+            rendered,
+            make_inputs(problem, device="cuda"),
+            mask=mask if judged is None else judged,
+            score=score,
+        )
+    )
 
 
 @pytest.mark.parametrize("case", ZOO, ids=str)

@@ -291,7 +291,7 @@ def test_a_replay_answers_as_recorded(recordings: Path, monkeypatch: pytest.Monk
     clock.replaces_time_of("tilegen.fleet.bench", monkeypatch)
     assert [measure(config) for config in FEW] == [Replay().timings[config] for config in FEW]
     assert clock.now == pytest.approx(0.01 * len(FEW))
-    assert measure(spilled).status == "out_of_resources"
+    assert measure(spilled).status == "declined"
 
 
 def test_without_recordings_there_is_nothing_to_replay(tmp_path: Path) -> None:

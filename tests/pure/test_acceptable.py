@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.used import used
+from tests.used import STEP, used
 from tilegen import pipeline
 from tilegen.choose.choice import Ranked
 from tilegen.choose.ranker import by_lower_bound, propose, time_as_compiled
@@ -21,7 +21,7 @@ from tilegen.model.as_compiled import clocks_as_compiled
 from tilegen.model.estimate import Candidate
 from tilegen.model.footprint import footprint
 from tilegen.model.on_chip import MOST_SPILLED, SPILL_DOUBT, Footprint
-from tilegen.model.resources import Resources, StepCode
+from tilegen.model.resources import Resources
 from tilegen.model.time import time
 from tilegen.pipeline import ENOUGH, MAX_COMPILES, MIN_GAIN
 from tilegen.problem import AttentionProblem
@@ -41,7 +41,7 @@ def test_a_binary_may_spill_a_little() -> None:
     assert objection(much, H200).startswith("136 bytes of registers spilled a thread")
     found = bench.refused(much, H200)
     assert found is not None
-    assert (found.status, found.message) == ("out_of_resources", objection(much, H200))
+    assert (found.status, found.message) == ("declined", objection(much, H200))
 
 
 def test_a_trap_is_no_kernel() -> None:
@@ -56,23 +56,6 @@ def test_a_trap_is_no_kernel() -> None:
     assert acceptable(trap, gpu("mi300x")), "AMD's kernels may have few"
 
 
-STEP = StepCode(
-    instructions=3456,
-    exponentials=256,
-    fp32=896,
-    integer=648,
-    multiply_adds=2**22,
-    rows=64,
-    shared_bytes=271360,
-    local=136,
-    exposed=40,
-    exposed_exponentials=0,
-    asynchronous=True,
-    serialized=False,
-)
-"""A step of dK/dV at head dim 128 with tiles of 64 x 128, as compiled for sm_90."""
-
-
 def test_a_binary_is_judged_by_its_inner_loop() -> None:
     assert acceptable(used(spill_bytes=400, step_code=STEP), H200), "what spills is elsewhere"
     bound = clocks_as_compiled(STEP, H200).bound
@@ -82,7 +65,7 @@ def test_a_binary_is_judged_by_its_inner_loop() -> None:
     assert objection(much, H200).startswith(f"local memory takes {most + 1} clocks of a step")
     found = bench.refused(much, H200)
     assert found is not None
-    assert found.status == "out_of_resources"
+    assert found.status == "declined"
 
 
 def test_a_binary_that_waits_for_each_product_is_refused_whatever_it_spills() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from tests.clock import Clock
 from tests.records import TASK
 from tests.replay import SMALL, Replay, ranking, run, slowness, trial_file, trials_on_disk
-from tests.used import used
+from tests.used import STEP, used
 from tilegen.errors import BuildFailed
 from tilegen.kernels.config import TileConfig
 from tilegen.model.on_chip import MOST_SPILLED
@@ -55,7 +56,7 @@ def test_hopeless_configs_cost_no_gpu_time(
     ] == [
         ("build_failed", "attention_fwd for sm_90: PassManager::run failed"),
         ("out_of_resources", "264 KiB > 227 KiB"),
-        ("out_of_resources", "160 bytes of registers spilled a thread, at most 128 are taken"),
+        ("declined", "160 bytes of registers spilled a thread, at most 128 are taken"),
     ]
     assert caplog.messages[1].endswith(f"{too_large!r} out of resources: 264 KiB > 227 KiB")
 
@@ -86,6 +87,16 @@ def test_where_everything_spills_much_the_least_is_measured_after_all(own_cache:
     again = Replay(SMALL)
     assert run(again, compile=compiler(usage)).config == found.config
     assert again.measured == []
+
+
+@pytest.mark.parametrize("one_runs", [False, True])
+def test_kernels_that_wait_for_each_product_are_measured_if_no_other_runs(one_runs: bool) -> None:
+    """On an H200 with Triton 3.6, the first three values kernels of 512 columns all do."""
+    waits = used(step_code=replace(STEP, serialized=True, local=0))
+    replay = Replay(SMALL)
+    usage = {config.key: waits for config in replay.space[one_runs:]}
+    run(replay, compile=compiler(usage))
+    assert replay.measured == (replay.space[:1] if one_runs else replay.space)
 
 
 def test_seconds_are_not_all_spent_on_compiling_what_spills(

@@ -27,24 +27,31 @@ def acceptable(built: Resources | BuildFailed, gpu: GpuSpec) -> bool:
 def objection(built: Resources | BuildFailed, gpu: GpuSpec) -> str:
     """Explain why a compiled kernel may not be used on a GPU; empty if it may.
 
-    A kernel must fit into shared memory and tensor memory. It must not wait for each of its matrix
-    products, and may spend only a little of its inner loop's time on spills (see MOST_LOCAL). If
-    the inner loop cannot be read from the machine code, the kernel may spill a little (see
-    MOST_SPILLED).
+    A kernel must run, as `hindrance` checks. It must not wait for each of its matrix products, and
+    may spend only a little of its inner loop's time on spills (see MOST_LOCAL). If the inner loop
+    cannot be read from the machine code, the kernel may spill a little (see MOST_SPILLED).
     """
     if isinstance(built, BuildFailed):
         return str(built)
-    if built.shared_bytes > gpu.smem_per_block:
-        sizes = (f"{size / 1024:.4g} KiB" for size in (built.shared_bytes, gpu.smem_per_block))
-        return " > ".join(sizes)
-    if _is_trap(built, gpu):
-        return "more tensor memory than there is: the assembler made a trap of the kernel"
+    if reason := hindrance(built, gpu):
+        return reason
     code = built.step_code
     if code is None:
         return spill_objection(built.spill_bytes)
     if code.serialized:
         return f"{built.spill_bytes} bytes spilled, and each matrix product is waited for"
     return _waits_for_local_memory(code, gpu) if code.local else ""
+
+
+def hindrance(built: Resources, gpu: GpuSpec) -> str:
+    """Explain why a compiled kernel cannot run on a GPU; empty if it fits into shared memory and
+    tensor memory."""
+    if built.shared_bytes > gpu.smem_per_block:
+        sizes = (f"{size / 1024:.4g} KiB" for size in (built.shared_bytes, gpu.smem_per_block))
+        return " > ".join(sizes)
+    if _is_trap(built, gpu):
+        return "more tensor memory than there is: the assembler made a trap of the kernel"
+    return ""
 
 
 def _is_trap(built: Resources, gpu: GpuSpec) -> bool:
@@ -72,9 +79,7 @@ def first_that_fits(built: Sequence[Resources | BuildFailed], gpu: GpuSpec) -> i
     fitting = [
         (0 if acceptable(result, gpu) else result.spill_bytes, i)
         for i, result in enumerate(built)
-        if not isinstance(result, BuildFailed)
-        and result.shared_bytes <= gpu.smem_per_block
-        and not _is_trap(result, gpu)
+        if not isinstance(result, BuildFailed) and not hindrance(result, gpu)
     ]
     if not fitting:
         raise BuildFailed(

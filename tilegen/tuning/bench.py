@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from tilegen.compiling.acceptable import objection, spill_objection
+from tilegen.compiling.acceptable import hindrance, objection, spill_objection
 from tilegen.errors import BuildFailed, TilegenError, Unsupported, WrongResult
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.panels import SCORE_WIDTH, Launch, rows_for
@@ -89,8 +89,10 @@ def refused(built: Resources | BuildFailed, gpu: GpuSpec) -> Measurement | None:
     """Return a failed measurement if a compiled config is not worth GPU time, otherwise None."""
     if isinstance(built, BuildFailed):
         return failed(built)
-    if reason := objection(built, gpu):
+    if reason := hindrance(built, gpu):
         return Measurement(status="out_of_resources", message=reason)
+    if reason := objection(built, gpu):
+        return Measurement(status="declined", message=reason)
     return None
 
 
@@ -98,7 +100,7 @@ def as_tuned(measurement: Measurement, spill_bytes: int) -> Measurement:
     """Replace the time of a kernel that spills much by a failure. The tuner times such kernels only
     if no other config runs."""
     reason = spill_objection(spill_bytes)
-    return Measurement(status="out_of_resources", message=reason) if reason else measurement
+    return Measurement(status="declined", message=reason) if reason else measurement
 
 
 class Ahead:

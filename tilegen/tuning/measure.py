@@ -12,8 +12,11 @@ from typing import Literal
 from tilegen.compiling.digests import noting_launches
 from tilegen.errors import BuildFailed, TilegenError, Unsupported
 
-Status = Literal["ok", "build_failed", "out_of_resources", "launch_failed", "wrong", "unmeasured"]
-"""ok: timed. unmeasured: chosen by the model, never run. Others: the reason for a missing time."""
+Status = Literal[
+    "ok", "build_failed", "out_of_resources", "declined", "launch_failed", "wrong", "unmeasured"
+]
+"""ok: timed. unmeasured: chosen by the model, never run. Others: the reason for a missing time.
+declined: the machine code is slow, so that the kernel is timed only if no other config runs."""
 
 Timer = Callable[[Callable[[], object], int], list[float]]
 """`timer(launch, repeats)` runs `launch` `repeats` times, each from a cold L2, and returns the

@@ -179,16 +179,12 @@ class _Run:
         ahead = Ahead(self.bench.compile) if self.bench.compile else None
         with contextlib.closing(ahead) if ahead else contextlib.nullcontext():
             self._search(total, deadline, ahead)
-        # If no config has run, measure the configs that were refused for spills, the least first.
-        spilling = sorted(
-            (trial.spill_bytes, config)
-            for config, trial in self.trials.items()
-            if _refused_for_spill(trial)
-        )
+        # If no config has run, measure the declined configs, those that spill least first.
+        declined = sorted(filter(_is_declined, self.trials.values()), key=lambda t: t.spill_bytes)
         if self.winner is None:
-            for spill_bytes, config in spilling[:SEEDS]:
+            for trial in declined[:SEEDS]:
                 if self.winner is None or time.monotonic() < deadline:
-                    self._measure(config, time.monotonic(), spill_bytes)
+                    self._measure(trial.config, time.monotonic(), trial.spill_bytes)
 
     def _search(self, total: int, deadline: float, ahead: Ahead | None) -> None:
         waiting: deque[TileConfig] = deque()
@@ -211,7 +207,7 @@ class _Run:
                 return
 
     def _has_something(self) -> bool:
-        return self.winner is not None or any(map(_refused_for_spill, self.trials.values()))
+        return self.winner is not None or any(map(_is_declined, self.trials.values()))
 
     def record(self, winner: TileConfig, command: str) -> TuningRecord:
         """Make the record of these trials: a finding of the machine that measured the winner."""
@@ -319,8 +315,8 @@ class _Run:
         self.winner = best
 
 
-def _refused_for_spill(trial: Trial) -> bool:
-    return trial.measurement.status == "out_of_resources" and trial.spill_bytes > 0
+def _is_declined(trial: Trial) -> bool:
+    return trial.measurement.status == "declined"
 
 
 def pick(trials: dict[TileConfig, Trial]) -> TileConfig | None:
