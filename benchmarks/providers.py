@@ -66,16 +66,15 @@ def _tilegen(problem: AttentionProblem, device: str) -> Attention:
 def _tilegen_configs(problem: AttentionProblem, direction: Direction) -> str:
     """Return the configs that `attention` uses, and whether somebody measured them; or the library
     that computes instead."""
-    from tilegen.choose.libraries import library_of
     from tilegen.gpus.spec import detect
     from tilegen.pipeline import choose
 
     spec = detect()
     if spec is None:
         return ""
-    if instead := library_of(problem, spec, direction):
-        return f"{instead} from a record"
     used = choose(problem.bucket, spec, direction, may_compile=True)
+    if library := next(iter(used.values())).library:
+        return f"library: {library} from a record"
     return ", ".join(
         f"{kernel} {one.config.key} from "
         f"{'the model' if one.ranked.origin == 'model' else 'a record'}"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from tilegen.disk import log
 from tilegen.errors import InvalidProblem, TilegenError, Unsupported
 from tilegen.kernels.config import Kernel, TileConfig
-from tilegen.kernels.registry import KERNELS
+from tilegen.kernels.registry import FAMILIES, KERNELS, family_among
 from tilegen.problem import AttentionProblem
 from tilegen.settings import settings
 
@@ -220,19 +220,12 @@ def tune(
     tasks = [_task(name, parsed, spec) for name in kernels]
     records = [tuned(task, seconds=seconds, trials=trials) for task in tasks]
     if settings().libraries:
-        _tune_libraries(parsed, spec, kernels)
+        from tilegen.tuning.libraries import tune_libraries
+
+        for direction in FAMILIES:
+            if family_among(kernels, direction):
+                tune_libraries(parsed, spec, direction, command=f"tilegen tune '{parsed.bucket}'")
     return records
-
-
-def _tune_libraries(problem: AttentionProblem, gpu: GpuSpec, kernels: Sequence[Kernel]) -> None:
-    """Measure PyTorch's own kernels for each pass whose kernels were all tuned."""
-    from tilegen.kernels.registry import family_among
-    from tilegen.store.library_record import PASSES
-    from tilegen.tuning.libraries import tune_libraries
-
-    for direction in PASSES:
-        if family_among(kernels, direction):
-            tune_libraries(problem, gpu, direction, command=f"tilegen tune '{problem.bucket}'")
 
 
 def _tune_together(

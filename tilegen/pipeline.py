@@ -70,19 +70,21 @@ def choose(
     families: tuple[FamilySpec, ...] = families_used(records, direction)
     compile = compiler_here(aligned=aligned) if may_compile else None
     chosen: dict[Kernel, Choice] = {}
-    for kernel in (name for family in families for name in family.names):
-        # Kernel -> KernelTask: a kernel that joins splits is chosen for the splits settled before
-        task: KernelTask = joined_to(records.task(kernel), chosen)
-        # KernelTask -> Ranked
-        ranked: Ranked = rank(
-            records,
-            task,
-            describable=aligned and describable,
-            may_tune=may_tune,
-            may_compile=may_compile,
-        )
-        # Ranked -> Choice
-        chosen[kernel] = settle(ranked, compile)
+    for family in families:
+        for kernel in family.names:
+            # Kernel -> KernelTask: a kernel that joins splits is chosen for the splits settled
+            # before
+            task: KernelTask = joined_to(records.task(kernel), chosen)
+            # KernelTask -> Ranked
+            ranked: Ranked = rank(
+                records,
+                task,
+                describable=aligned and describable,
+                may_tune=may_tune,
+                may_compile=may_compile,
+            )
+            # Ranked -> Choice
+            chosen[kernel] = replace(settle(ranked, compile), library=family.library)
     return chosen
 
 

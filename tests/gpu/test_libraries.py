@@ -14,21 +14,20 @@ from tilegen.check.reference import make_inputs
 from tilegen.choose.libraries import why_not
 from tilegen.gpus.spec import detect
 from tilegen.kernels.config import TileConfig
-from tilegen.kernels.registry import LARGE_CACHE
-from tilegen.kernels.spec import Direction
+from tilegen.kernels.registry import FAMILIES, LARGE_CACHE
+from tilegen.kernels.spec import BACKENDS, Backend, Direction
 from tilegen.launch import libraries
 from tilegen.launch.libraries import OPERATORS
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import plans
 from tilegen.store import current_versions
-from tilegen.store.library_record import BACKENDS, PASSES, Backend
 from tilegen.tuning.libraries import check_library, tune_libraries
 
 PROBLEM = AttentionProblem.parse("b2 hq8 hkv8 q1024 kv1024 d64 bf16 causal")
 SHARED = AttentionProblem.parse("b1 hq8 hkv2 q512 kv512 d128 fp16 full")
 
 
-@pytest.mark.parametrize("direction", PASSES)
+@pytest.mark.parametrize("direction", FAMILIES)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("problem", [PROBLEM, SHARED], ids=str)
 def test_a_library_is_right_or_refuses(

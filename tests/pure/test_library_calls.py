@@ -11,20 +11,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilegen
 from benchmarks.call_cost import as_on_a_gpu
-from tests.libraries import KERNELS_OF, PROBLEM, of_library
+from tests.libraries import PROBLEM, save_time
 from tilegen.check.reference import attention_reference, make_inputs
 from tilegen.integrations import flash_backend
-from tilegen.kernels.registry import KERNELS, LARGE_CACHE
+from tilegen.kernels.registry import FAMILIES, KERNELS, LARGE_CACHE
+from tilegen.kernels.spec import BACKENDS, Backend
 from tilegen.launch import libraries
 from tilegen.launch.changes import Wanted
 from tilegen.launch.libraries import OPERATORS, Library, Operators
 from tilegen.problem import AttentionProblem
 from tilegen.store import Versions, current_versions
-from tilegen.store.library_record import (
-    BACKENDS,
-    Backend,
-    save_library,
-)
 from tilegen.tuning.libraries import check_library
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -66,8 +62,8 @@ def both(mask: Any, q: Any, k: Any, v: Any, dout: Any, **options: Any) -> list[t
 @pytest.mark.parametrize("scale", [0.3, -0.3])
 def test_a_call_goes_to_the_library_and_means_the_same(scale: float) -> None:
     """Through attention(), forward and backward, while tilegen's own kernels compute nothing."""
-    for direction in KERNELS_OF:
-        save_library(of_library(1.0, direction=direction))
+    for direction in FAMILIES:
+        save_time(1.0, direction)
     x = make_inputs(PROBLEM)
     with as_on_a_gpu(notes=True) as driver:
         found = both(tilegen.causal(), x.q, x.k, x.v, x.dout, scale=scale)
@@ -83,7 +79,7 @@ def test_a_call_goes_to_the_library_and_means_the_same(scale: float) -> None:
 @pytest.mark.usefixtures("measured", "cpu_flash")
 def test_passes_are_chosen_one_by_one() -> None:
     """The backward of tilegen's kernels follows the forward of a library."""
-    save_library(of_library(1.0))
+    save_time(1.0)
     x = make_inputs(PROBLEM)
     with as_on_a_gpu(notes=True) as driver:
         both(tilegen.causal(), x.q, x.k, x.v, x.dout)
@@ -95,7 +91,7 @@ def test_passes_are_chosen_one_by_one() -> None:
 def test_calls_of_the_bucket_that_mean_something_else_go_to_the_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    save_library(of_library(1.0))
+    save_time(1.0)
     q = torch.zeros(1, 2, 64, 16, dtype=torch.bfloat16)
     with as_on_a_gpu(notes=True) as driver:
         tilegen.attention(q, q, q, mask=tilegen.causal())
@@ -111,8 +107,8 @@ def test_calls_of_the_bucket_that_mean_something_else_go_to_the_kernels(
 
 
 def test_the_gradient_of_lse_is_not_asked_of_a_library(measured: None, cpu_flash: None) -> None:
-    for direction in KERNELS_OF:
-        save_library(of_library(1.0, direction=direction))
+    for direction in FAMILIES:
+        save_time(1.0, direction)
     q = torch.zeros(1, 2, 64, 16, dtype=torch.bfloat16, requires_grad=True)
     with as_on_a_gpu(notes=True) as driver:
         out, lse = tilegen.attention(q, q, q, mask=tilegen.causal(), return_lse=True)

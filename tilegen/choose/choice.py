@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from tilegen.errors import BuildFailed
 from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.spec import Backend
 from tilegen.task import KernelTask, Tiled
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ class Choice:
     seconds: Mapping[TileConfig, float] = field(default_factory=dict)
     """Predicted time [s] of the model's configs that compiled to a usable kernel, with the
     resources that the compiler reported."""
+    library: Backend | None = None
+    """The library of the kernel's family; see `FamilySpec.library`."""
 
     @property
     def tiled(self) -> Tiled:

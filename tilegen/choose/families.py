@@ -5,8 +5,10 @@ and measured times where there are any."""
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from tilegen.choose.libraries import faster_library
 from tilegen.errors import Unsupported
 from tilegen.kernels.config import Family, Kernel
 from tilegen.kernels.registry import FAMILIES
@@ -70,7 +72,7 @@ def _family_used(records: Records, direction: Direction) -> FamilySpec:
     model's.
 
     Measured times are compared with measured times only: predictions are optimistic, so that an
-    untimed family would always win.
+    untimed family would always win. A library, too, is compared with a measured family only.
     """
     families = {name: one for name, one in FAMILIES[direction].items() if not one.for_cpus}
     for spec in families.values():
@@ -85,7 +87,8 @@ def _family_used(records: Records, direction: Direction) -> FamilySpec:
             continue
         if (seconds := _measured(records, spec.names)) is not None and seconds < shortest:
             best, shortest = spec, seconds
-    return best
+    library = faster_library(records, direction, shortest)
+    return replace(best, library=library) if library else best
 
 
 def _measured(records: Records, kernels: tuple[Kernel, ...]) -> float | None:

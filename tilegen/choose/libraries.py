@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tilegen.choose.families import kernels_used
-from tilegen.choose.records import Records
 from tilegen.disk import say_once
-from tilegen.kernels.config import Kernel
-from tilegen.kernels.spec import Direction
+from tilegen.kernels.spec import Backend, Direction
 from tilegen.masks.mask import Causal, Full
 from tilegen.problem import AttentionProblem
 from tilegen.settings import settings
-from tilegen.store.library_record import Backend, LibraryRecord, library_record
+from tilegen.store.library_record import library_record
 from tilegen.store.versions import current_versions
 
 if TYPE_CHECKING:
-    from tilegen.gpus.spec import GpuSpec
+    from tilegen.choose.records import Records
 
 MAX_HEAD_DIM = 256
 HEAD_DIM_STEP = 8
@@ -47,23 +43,14 @@ def why_not(problem: AttentionProblem, backend: Backend) -> str:
     return ""
 
 
-def library_of(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> str:
-    """Return `library: flash` for a pass that calls leave to a library; empty for others."""
-    records = Records(problem, gpu)
-    record = library_used(records, direction, kernels_used(records, direction))
-    return record.config if record else ""
+def faster_library(records: Records, direction: Direction, seconds: float) -> Backend | None:
+    """Return the library that takes less time for a pass than kernels that take `seconds`; None if
+    there is none.
 
-
-def library_used(
-    records: Records, direction: Direction, kernels: Sequence[Kernel]
-) -> LibraryRecord | None:
-    """Return the record of the library that computes a pass, None for tilegen's own kernels.
-
-    A library is taken only with TILEGEN_LIBRARIES=1, and where its record, of the PyTorch that is
-    installed, has less time than the records of these kernels together. Predictions do not count,
-    and ranks that agreed, or choose deterministically, take no library.
+    A library is taken only with TILEGEN_LIBRARIES=1 and by a record of the PyTorch that is
+    installed, and never where choices must be deterministic.
     """
-    if not settings().libraries or records.deterministic or any(map(records.agreed, kernels)):
+    if not settings().libraries or records.deterministic:
         return None
     record = library_record(records.problem, records.device, direction)
     if record is None or why_not(records.problem, record.library):
@@ -71,13 +58,8 @@ def library_used(
     there, here = record.versions, current_versions()
     if (there.torch, there.cuda) != (here.torch, here.cuda):
         say_once(
-            f"{record.config} for '{records.problem.bucket}' was measured with torch "
+            f"library {record.library} for '{records.problem.bucket}' was measured with torch "
             f"{there.torch}, but {here.torch} is installed; rerun tilegen tune"
         )
         return None
-    own = [records.seconds(kernel) for kernel in kernels]
-    measured = [seconds for seconds in own if seconds is not None]
-    taken = 1e-6 * (record.measurement.median_us or 0.0)
-    if len(measured) < len(own) or not taken < sum(measured):
-        return None
-    return record
+    return record.library if record.seconds < seconds else None

@@ -128,7 +128,8 @@ def cache_why(
 
     Example: tilegen cache why "b4 hq32 hkv8 q4096 d128 bf16 causal" --gpu h200
     """
-    from tilegen.choose.libraries import library_of
+    from tilegen.choose.families import families_used
+    from tilegen.choose.records import Records
     from tilegen.emit.identity import template_digest
     from tilegen.store import current_versions, why, why_lines
     from tilegen.task import KernelTask
@@ -140,7 +141,8 @@ def cache_why(
         task = KernelTask.of(name, parsed, spec)
         nearest = why(task, versions=current_versions(), template_digest=digest)
         used = _found(parsed, spec, name)
-        instead = library_of(parsed, spec, task.direction)
+        (family,) = families_used(Records(parsed, spec), task.direction)
+        instead = f"library: {family.library}" if family.library else ""
         answers.append(
             {
                 "kernel": name,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from fractions import Fraction
 from typing import Any
 
@@ -29,10 +29,10 @@ from tilegen.explaining.formulas import (
 from tilegen.explaining.mask_effect import explain_mask
 from tilegen.explaining.pass_choice import bound_of, explain_pass
 from tilegen.gpus.spec import GpuSpec
-from tilegen.kernels.config import Family, Kernel, TileConfig
+from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.descriptors import why_not_described
 from tilegen.kernels.registry import check_config, tile_heads
-from tilegen.kernels.spec import Direction
+from tilegen.kernels.spec import Direction, FamilySpec
 from tilegen.model import dram, time
 from tilegen.model.bounds import complexity, lower_bound
 from tilegen.model.estimate import Candidate, CostEstimate
@@ -70,17 +70,18 @@ def explain_all(
     rewriting, problem = problem.rewriting, problem.normal()
     tasks = [KernelTask.of(kernel, problem, device) for kernel in kernels]
     ways: set[Direction] = {task.direction for task in tasks}
-    used: dict[Direction, Family] = {}
+    used: dict[Direction, FamilySpec] = {}
     if config is None and not by_model:
         records = Records(problem, device)
-        used = {way: families_used(records, way)[0].name for way in ways}
+        used = {way: families_used(records, way)[0] for way in ways}
     passes = {way: explain_pass(problem, device, way, used.get(way)) for way in ways}
     chosen: dict[Kernel, Choice] = {}
     explained: list[dict[str, Any]] = []
     for task in tasks:
         task = joined_to(task, chosen)
         if config is None and not by_model:
-            chosen[task.kernel] = choose_kernel(task, may_compile=True)
+            choice = choose_kernel(task, may_compile=True)
+            chosen[task.kernel] = replace(choice, library=used[task.direction].library)
             task = chosen[task.kernel].ranked.task
         explained.append(
             explain(task, config, chosen.get(task.kernel))
@@ -170,12 +171,14 @@ def _choice_line(choice: Choice | None, *, asked: bool) -> str:
     """Describe in a line where the config comes from; empty for a config that was asked for."""
     if choice is None:
         return "" if asked else BY_MODEL
-    if choice.ranked.origin != "model":
-        return choice.source
-    compiled = sum(not isinstance(built, BuildFailed) for built in choice.tried.values())
-    if not compiled:
-        return f"{choice.source}; nothing was compiled"
-    return f"{choice.source}, the fastest by machine code of {compiled} compiled"
+    line = choice.source
+    if choice.ranked.origin == "model":
+        compiled = sum(not isinstance(built, BuildFailed) for built in choice.tried.values())
+        best = f", the fastest by machine code of {compiled} compiled"
+        line += best if compiled else "; nothing was compiled"
+    if choice.library:
+        line += f"; but calls go to library: {choice.library}, measured to be faster for the pass"
+    return line
 
 
 def _splits(tiled: Tiled) -> str:

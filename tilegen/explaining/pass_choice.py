@@ -19,7 +19,7 @@ from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Family
 from tilegen.kernels.panels import panels, panels_at_once, rows_for
 from tilegen.kernels.registry import FAMILIES
-from tilegen.kernels.spec import Direction
+from tilegen.kernels.spec import Direction, FamilySpec
 from tilegen.model.bounds import (
     bound_values,
     bounds_of,
@@ -36,14 +36,14 @@ from tilegen.theory import regimes
 
 
 def explain_pass(
-    problem: AttentionProblem, gpu: GpuSpec, direction: Direction, used: Family | None = None
+    problem: AttentionProblem, gpu: GpuSpec, direction: Direction, used: FamilySpec | None = None
 ) -> dict[str, Any]:
     """Explain the choice of a pass's kernels, as plain values. They are those of the family `used`
     by calls, by default those of the model's. Raises Unsupported."""
     task = PassTask.of(direction, problem, gpu)
     problem = task.problem
     by_model = family(problem, gpu, direction)
-    chosen = used or by_model
+    chosen = used.name if used else by_model
     fitting = dict(ranked_families(problem, gpu, direction))
     families = [_family(task, name) for name in dict.fromkeys((*fitting, chosen))]
     mine = next(facts for facts in families if facts["family"] == chosen)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from tilegen.kernels.arguments import Argument, Line
 from tilegen.kernels.config import BLOCK_SIZES, NUM_STAGES, NUM_WARPS, Dim
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from tilegen.problem import AttentionProblem
 
 Direction = Literal["forward", "backward"]
+Backend = Literal["cudnn", "flash", "efficient"]
+"""PyTorch's own kernels of a pass: its cuDNN, FlashAttention and memory-efficient back ends."""
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
 
 @dataclass(frozen=True)
@@ -237,6 +240,9 @@ class FamilySpec:
     """True: the family can win only where on-chip memory holds few rows of a head dim."""
     for_cpus: bool = False
     """True: nobody has timed the family on a GPU, so it is neither ranked nor proposed for one."""
+    library: Backend | None = None
+    """A library that was measured to be faster. It computes the pass of each call that it supports;
+    the kernels compute the others."""
     few_programs_only: bool = False
     """True: the family can win only where a program for each tile that stays leaves SMs idle, or in
     the forward, where heads have too few query rows for a tile each."""

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 
 from tilegen import bundles, pipeline
-from tilegen.choose.libraries import library_used
-from tilegen.choose.records import Records
 from tilegen.cpu import runs_compiled
 from tilegen.disk import log
 from tilegen.emit.identity import stride_unit
@@ -28,11 +26,9 @@ from tilegen.launch.binding import BoundKernel
 from tilegen.launch.bound_module import bound_kernel, bound_module
 from tilegen.launch.changes import Changes, Gradients, Wanted
 from tilegen.launch.libraries import Library
-from tilegen.masks.mask import Causal
 from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import score_tensors
 from tilegen.problem import AttentionProblem
-from tilegen.settings import settings
 
 READABLE = torch.int32, torch.int64
 """Dtypes of lengths and tables that kernels compiled in this process read without a copy."""
@@ -248,14 +244,27 @@ class Kernels:
         return self._pass(direction, family, kernels, panel_rows=1)
 
     def _for_gpu(self, direction: Direction) -> Pass:
-        spec = _spec(self.device)
-        rows = rows_for(self._problems[direction], spec, direction)
+        problem, spec = self._problems[direction], _spec(self.device)
+        rows = rows_for(problem, spec, direction)
         if kernels := self._from_bundle(spec, direction):
             family = passes.family_of(kernels, direction)
             return self._pass(direction, family, kernels, panel_rows=rows, readable=(torch.int32,))
-        kernels = self._compiled_here(spec, direction)
-        library = self._library(spec, direction, tuple(kernels))
+        chosen = pipeline.choose(
+            problem,
+            spec,
+            direction,
+            aligned=self.aligned,
+            describable=self.describable,
+            may_tune=self._on_gpu,
+            may_compile=self._on_gpu,
+        )
+        unit = stride_unit(problem, self.aligned)
+        kernels = {
+            kernel: bound_module(module, problem, kernel, chosen[kernel].config, unit)
+            for kernel, module in pipeline.load(chosen, aligned=self.aligned).items()
+        }
         family = passes.family_of(kernels, direction)
+        library = Library.of(next(iter(chosen.values())))
         return self._pass(direction, family, kernels, panel_rows=rows, library=library)
 
     def _pass(
@@ -279,36 +288,6 @@ class Kernels:
             not self._integers or not set(self._integers) <= set(readable),
             library,
         )
-
-    def _compiled_here(self, spec: GpuSpec, direction: Direction) -> dict[Kernel, BoundKernel]:
-        problem = self._problems[direction]
-        chosen = pipeline.choose(
-            problem,
-            spec,
-            direction,
-            aligned=self.aligned,
-            describable=self.describable,
-            may_tune=self._on_gpu,
-            may_compile=self._on_gpu,
-        )
-        modules = pipeline.load(chosen, aligned=self.aligned)
-        unit = stride_unit(problem, self.aligned)
-        return {
-            kernel: bound_module(module, problem, kernel, chosen[kernel].config, unit)
-            for kernel, module in modules.items()
-        }
-
-    def _library(
-        self, spec: GpuSpec, direction: Direction, kernels: tuple[Kernel, ...]
-    ) -> Library | None:
-        """Return the library that was measured to be faster than these kernels, or None."""
-        if not settings().libraries:
-            return None
-        records = Records(self._problems[direction], spec)
-        if (record := library_used(records, direction, kernels)) is None:
-            return None
-        log.info("%s of '%s': %s", direction, records.problem, record.config)
-        return Library(record.library, causal=isinstance(records.problem.mask, Causal))
 
     def _from_bundle(self, spec: GpuSpec, direction: Direction) -> dict[Kernel, BoundKernel] | None:
         """Return the kernels of a pass from the first bundle that has them, or None."""

@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from tilegen.disk import say_once
+from tilegen.choose.choice import Choice
+from tilegen.disk import log, say_once
 from tilegen.kernels.layout import laid_like
+from tilegen.kernels.spec import Backend
 from tilegen.launch.changes import Gradients, Wanted
-from tilegen.store.library_record import Backend
+from tilegen.masks.mask import Causal
 from tilegen.tuning.measure import one_line
 
 Tensors = tuple[torch.Tensor, ...]
@@ -116,6 +118,15 @@ class Library:
         self.backend: Backend = backend
         self._causal = causal
         self._refused = False
+
+    @classmethod
+    def of(cls, choice: Choice) -> Library | None:
+        """Return the library of a chosen kernel's pass; None if there is none."""
+        if choice.library is None:
+            return None
+        task = choice.ranked.task
+        log.info("%s of '%s': library %s", task.direction, task.problem, choice.library)
+        return cls(choice.library, causal=isinstance(task.problem.mask, Causal))
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float

@@ -6,98 +6,42 @@ for one machine's PyTorch, so it is not shared.
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from tilegen.disk import say_once
 from tilegen.errors import InvalidRecord
+from tilegen.kernels.spec import BACKENDS, Backend, Direction
 from tilegen.problem import AttentionProblem
 from tilegen.settings import settings
-from tilegen.store.fields import MAX_TEXT, parse_json
+from tilegen.store.fields import parse_json
 from tilegen.store.files import inside, read_bytes, text_of, update
-from tilegen.store.record import (
-    OtherSchema,
-    arch_of,
-    date_of,
-    gpu_of,
-    measurement_from,
-    measurement_values,
-    problem_of,
-    slug,
-    versions_of,
-)
-from tilegen.store.versions import Versions
+from tilegen.store.record import measurement_from, measurement_values, slug, versions_of
+from tilegen.store.versions import Versions, now
 from tilegen.tuning.measure import POLICY, Measurement
 
 if TYPE_CHECKING:
     from tilegen.gpus.spec import GpuSpec
-    from tilegen.kernels.spec import Direction
 
 SCHEMA = 1
-Backend = Literal["cudnn", "flash", "efficient"]
-BACKENDS: tuple[Backend, ...] = ("cudnn", "flash", "efficient")
-PASSES: tuple[Direction, ...] = ("forward", "backward")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LibraryRecord:
     """The fastest library for one pass of one problem bucket on one GPU."""
 
-    gpu: str
-    arch: str
-    direction: Direction
-    problem: AttentionProblem
-    """The measured problem: batch and lengths are those of a bucket."""
-    policy: str = POLICY
     library: Backend
     measurement: Measurement
     """Time of the whole pass, with status ok."""
     versions: Versions
     """Versions on the machine that measured; another PyTorch has other kernels."""
-    date: str
-    command: str = ""
 
     @property
-    def config(self) -> str:
-        """Name of the library, shown in place of a tile config: `library: cudnn`."""
-        return f"library: {self.library}"
-
-    def to_json(self) -> str:
-        """Serialise the record to its file's text; `from_json` is the inverse."""
-        values: dict[str, Any] = {
-            field.name: getattr(self, field.name) for field in dataclasses.fields(self)
-        }
-        values |= {
-            "problem": self.problem.key,
-            "measurement": measurement_values(self.measurement),
-            "versions": dataclasses.asdict(self.versions),
-        }
-        return json.dumps({"schema": SCHEMA, **values}, indent=2, allow_nan=False) + "\n"
-
-    @classmethod
-    def from_json(cls, text: str) -> LibraryRecord:
-        """Parse a record and check every field. Raises InvalidRecord."""
-        fields = parse_json(text)
-        if (schema := fields.integer("schema", 1, 2**31)) != SCHEMA:
-            raise OtherSchema(f"schema must be {SCHEMA}, got {schema}")
-        measurement = measurement_from(fields.group("measurement"))
-        if measurement.status != "ok":
-            raise InvalidRecord(f"measurement.status must be ok, got {measurement.status}")
-        return cls(
-            gpu=gpu_of(fields),
-            arch=arch_of(fields),
-            direction=cast("Direction", fields.choice("direction", PASSES)),
-            problem=problem_of(fields),
-            policy=fields.text("policy", longest=40),
-            library=cast("Backend", fields.choice("library", BACKENDS)),
-            measurement=measurement,
-            versions=versions_of(fields.group("versions")),
-            date=date_of(fields),
-            command=fields.text("command", longest=MAX_TEXT),
-        )
+    def seconds(self) -> float:
+        """Median time of the pass [s]."""
+        return 1e-6 * (self.measurement.median_us or 0.0)
 
 
 def library_path(gpu: str, direction: Direction, problem: AttentionProblem) -> PurePosixPath:
@@ -105,12 +49,27 @@ def library_path(gpu: str, direction: Direction, problem: AttentionProblem) -> P
     return PurePosixPath("libraries", slug(gpu), direction, f"{slug(problem.rounded.key)}.json")
 
 
-def save_library(record: LibraryRecord) -> Path:
-    """Write a record to the local cache, replacing an earlier record; return the file. Raises
-    Unsupported."""
-    path = library_path(record.gpu, record.direction, record.problem)
-    file = inside(settings().cache_dir, path)
-    update(file, lambda _: record.to_json().encode())
+def save_library(
+    record: LibraryRecord,
+    problem: AttentionProblem,
+    gpu: GpuSpec,
+    direction: Direction,
+    command: str = "",
+) -> Path:
+    """Write the record of a problem's bucket to the local cache, replacing an earlier record;
+    return the file. Raises Unsupported."""
+    values: dict[str, Any] = {
+        "schema": SCHEMA,
+        **_subject(problem, gpu, direction),
+        "library": record.library,
+        "measurement": measurement_values(record.measurement),
+        "versions": asdict(record.versions),
+        "date": now(),
+        "command": command,
+    }
+    text = json.dumps(values, indent=2, allow_nan=False) + "\n"
+    file = inside(settings().cache_dir, library_path(gpu.name, direction, problem.bucket))
+    update(file, lambda _: text.encode())
     return file
 
 
@@ -119,17 +78,32 @@ def library_record(
 ) -> LibraryRecord | None:
     """Load the record of a problem's bucket on a GPU model; None if there is no usable record. An
     unusable record is logged once."""
-    bucket = problem.bucket
-    file = settings().cache_dir / library_path(gpu.name, direction, bucket)
+    file = settings().cache_dir / library_path(gpu.name, direction, problem.bucket)
     try:
         if (data := read_bytes(file)) is None:
             return None
-        record = LibraryRecord.from_json(text_of(data))
+        fields = parse_json(text_of(data))
+        fields.integer("schema", SCHEMA, SCHEMA)
+        for name, value in _subject(problem, gpu, direction).items():
+            fields.choice(name, (value,))
+        measurement = measurement_from(fields.group("measurement"))
+        fields.group("measurement").choice("status", ("ok",))
+        return LibraryRecord(
+            library=cast("Backend", fields.choice("library", BACKENDS)),
+            measurement=measurement,
+            versions=versions_of(fields.group("versions")),
+        )
     except InvalidRecord as error:
         say_once(f"record {str(file)!r} passed over: {error}")
         return None
-    wanted = (gpu.name, gpu.arch, direction, bucket, POLICY)
-    if wanted != (record.gpu, record.arch, record.direction, record.problem, record.policy):
-        say_once(f"record {str(file)!r} is about something else; passed over")
-        return None
-    return record
+
+
+def _subject(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> dict[str, str]:
+    """Return the fields that identify the task of a record."""
+    return {
+        "gpu": gpu.name,
+        "arch": gpu.arch,
+        "direction": direction,
+        "problem": problem.bucket.key,
+        "policy": POLICY,
+    }

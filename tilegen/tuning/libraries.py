@@ -4,112 +4,72 @@ cold L2, and with results that are checked."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from tilegen.choose.libraries import why_not
 from tilegen.disk import log
 from tilegen.errors import Unsupported
-from tilegen.kernels.spec import Direction
+from tilegen.kernels.spec import BACKENDS, Backend, Direction
 from tilegen.masks.mask import Causal
 from tilegen.problem import AttentionProblem
-from tilegen.store.library_record import BACKENDS, Backend, LibraryRecord, save_library
-from tilegen.store.versions import current_versions, now
+from tilegen.store.library_record import LibraryRecord, save_library
+from tilegen.store.versions import current_versions
 from tilegen.tuning.bench import DEVICE
-from tilegen.tuning.measure import DeviceLost, Measurement, failed, measure, one_line, survived, us
+from tilegen.tuning.measure import DeviceLost, Measurement, measure, one_line, survived, us
 
 if TYPE_CHECKING:
     import torch
 
+    from tilegen.check.reference import Inputs
     from tilegen.gpus.spec import GpuSpec
 
-
-@dataclass(frozen=True, kw_only=True)
-class LibraryBench:
-    """The functions that measure and check a library; tests replace them."""
-
-    measure: Callable[[Backend], Measurement]
-    check: Callable[[Backend], Measurement | None]
-    """Function that returns None if a library's results are right; otherwise a measurement, whose
-    message describes the mistake."""
+RESULTS = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
+"""The results of a pass, by the direction."""
 
 
 def tune_libraries(
-    problem: AttentionProblem,
-    gpu: GpuSpec,
-    direction: Direction,
-    *,
-    bench: LibraryBench | None = None,
-    command: str = "",
+    problem: AttentionProblem, gpu: GpuSpec, direction: Direction, *, command: str = ""
 ) -> LibraryRecord | None:
     """Measure the libraries that support a pass, and save the record of the fastest with right
     results in the local cache. Return the record; None if no library qualifies. Raises DeviceLost.
     """
     problem = problem.bucket
-    timed: dict[Backend, Measurement] = {}
+    timed: list[LibraryRecord] = []
     supported: list[Backend] = [backend for backend in BACKENDS if not why_not(problem, backend)]
-    bench = bench or _real_bench(problem, direction)
     for backend in supported:
-        result = bench.measure(backend)
-        if result.status == "ok" and (trouble := bench.check(backend)) is not None:
-            result = trouble
-        if result.median_us is None:
-            log.info("%s of library %s %s: %s", direction, backend, result.status, result.message)
-            continue
-        log.info("%s of library %s  %s us", direction, backend, us(result.median_us))
-        timed[backend] = result
+        result = measure_library(problem, direction, backend)
+        if result.status == "ok":
+            result = check_library(problem, direction, backend, DEVICE) or result
+        if result.status == "ok":
+            log.info("%s of library %s  %s us", direction, backend, us(result.median_us))
+            versions = current_versions()
+            timed.append(LibraryRecord(library=backend, measurement=result, versions=versions))
+        else:
+            log.info("%s of library %s %s", direction, backend, result.failure)
     if not timed:
         return None
-    fastest = min(timed, key=lambda backend: timed[backend].median_us or 0.0)
-    record = LibraryRecord(
-        gpu=gpu.name,
-        arch=gpu.arch,
-        direction=direction,
-        problem=problem,
-        library=fastest,
-        measurement=timed[fastest],
-        versions=current_versions(),
-        date=now(),
-        command=command,
-    )
-    log.info("%s written: %s", save_library(record), record.config)
-    return record
+    fastest = min(timed, key=lambda record: record.seconds)
+    file = save_library(fastest, problem, gpu, direction, command)
+    log.info("%s written: library %s", file, fastest.library)
+    return fastest
 
 
-def _real_bench(problem: AttentionProblem, direction: Direction) -> LibraryBench:
-    return LibraryBench(
-        measure=lambda backend: _measure(problem, direction, backend, DEVICE),
-        check=lambda backend: check_library(problem, direction, backend, DEVICE),
-    )
-
-
-def _measure(
-    problem: AttentionProblem, direction: Direction, backend: Backend, device: str
+def measure_library(
+    problem: AttentionProblem, direction: Direction, backend: Backend
 ) -> Measurement:
     """Time a library on random inputs of the problem's shape."""
     import torch
 
     from tilegen.check.reference import make_inputs
-    from tilegen.launch.libraries import OPERATORS
 
-    operators, causal = OPERATORS[backend], isinstance(problem.mask, Causal)
-    scale = problem.head_dim_qk**-0.5
     try:
         with torch.no_grad():
-            inputs = make_inputs(problem, device=device)
-            qkv = inputs.q, inputs.k, inputs.v
-            saved = operators.forward(*qkv, causal, scale)
-
-            def launch() -> object:
-                if direction == "forward":
-                    return operators.forward(*qkv, causal, scale)
-                return operators.backward(inputs.dout, *qkv, *saved, causal, scale)
-
-            return measure(launch)
+            return measure(_run(direction, backend, problem, make_inputs(problem, device=DEVICE)))
     except (DeviceLost, Unsupported):
         raise
     except Exception as error:  # any error means that the library does not support the problem
-        return survived(error) if torch.cuda.is_available() else failed(error)
+        return survived(error)
 
 
 def check_library(
@@ -121,22 +81,31 @@ def check_library(
     from tilegen.check.reference import make_inputs
     from tilegen.check.sizes import reduced
     from tilegen.check.verification import judge_all
-    from tilegen.launch.libraries import OPERATORS
 
-    small, operators = reduced(problem), OPERATORS[backend]
-    causal, scale = isinstance(small.mask, Causal), small.head_dim_qk**-0.5
+    small = reduced(problem)
     with torch.inference_mode(False), torch.enable_grad():
         try:
             inputs = make_inputs(small, device=device)
-            qkv = inputs.q, inputs.k, inputs.v
             with torch.no_grad():
-                out, lse = operators.forward(*qkv, causal, scale)
-                results: dict[str, torch.Tensor] = {"out": out, "lse": lse}
-                if direction == "backward":
-                    gradients = operators.backward(inputs.dout, *qkv, out, lse, causal, scale)
-                    results = dict(zip(("dq", "dk", "dv"), gradients, strict=True))
-            checks = judge_all(results, inputs, scale, mask=small.mask)
+                results = _run(direction, backend, small, inputs)()
+            named = dict(zip(RESULTS[direction], results, strict=True))
+            checks = judge_all(named, inputs, small.head_dim_qk**-0.5, mask=small.mask)
         except Exception as error:  # as in `measure`: any error of a library is a result
             return survived(error)
     wrong = [str(check) for check in checks if not check.ok]
     return Measurement(status="wrong", message=one_line(wrong[0])) if wrong else None
+
+
+def _run(
+    direction: Direction, backend: Backend, problem: AttentionProblem, inputs: Inputs
+) -> Callable[[], tuple[torch.Tensor, ...]]:
+    """Return a function that computes a pass with a library. For a backward the library's forward
+    runs first."""
+    from tilegen.launch.libraries import OPERATORS
+
+    operators, qkv = OPERATORS[backend], (inputs.q, inputs.k, inputs.v)
+    causal, scale = isinstance(problem.mask, Causal), problem.head_dim_qk**-0.5
+    forward = partial(operators.forward, *qkv, causal, scale)
+    if direction == "forward":
+        return forward
+    return partial(operators.backward, inputs.dout, *qkv, *forward(), causal, scale)
