@@ -40,6 +40,8 @@ from tilegen.settings import checks
 from tilegen.task import KernelTask
 
 BASELINE = "SDPA of one row"
+PLAIN_CALLS = {"kv_lengths": "the same without", "paged": "a plain call"}
+"""What a call of `attention` alone is to kinds of calls, by the start of their names."""
 TILE = TileConfig(block_m=16, block_n=16)
 SPLIT: dict[Kernel, TileConfig] = {
     "fwd_split": TileConfig(block_m=16, block_n=16, split_kv=256),
@@ -231,9 +233,10 @@ def measured(*, calls: int, repeats: int) -> Generator[tuple[str, float, str, fl
                 if name.endswith(ending):
                     what, base = f"{BASELINE}, {ending}", of_ending
             yield f"attention() up to the driver, {name}", its, what, base
-            if name.startswith("kv_lengths"):
-                whole = found[list(named).index("full")]
-                yield f"attention() up to the driver, {name}", its, "the same without", whole
+            for start, plain_call in PLAIN_CALLS.items():
+                if name.startswith(start):
+                    whole = found[list(named).index("full")]
+                    yield f"attention() up to the driver, {name}", its, plain_call, whole
         alone = parts()
         for name, its in zip(alone, measure(*alone.values()), strict=True):
             yield f"part of a forward: {name}", its, BASELINE, plain

@@ -14,7 +14,7 @@ import pytest
 from tests.compiler.runs import TARGETS, WIDE
 from tilegen.cpu import direct, target
 from tilegen.cpu.target import Target
-from tilegen.runtime import dispatch, paged_dispatch, plans
+from tilegen.runtime import dispatch, paged_call, plans
 from tilegen.settings import settings
 
 
@@ -32,7 +32,7 @@ def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TILEGEN_CACHE_DIR", str(shared))
         patch.delenv("TILEGEN_CPU")  # kernels are the default
-        for module, name in ((dispatch, "torch_run"), (paged_dispatch, "_by_request")):
+        for module, name in ((dispatch, "torch_run"), (paged_call, "by_request")):
             patch.setattr(module, name, partial(_refuse, getattr(module, name)))
         # Compiling is most of the work of these tests. Which instructions LLVM chooses does not
         # follow from an emitted kernel; test_optimised.py and tests/compiler have it optimise.

@@ -28,9 +28,9 @@ def test_cpu_benchmarks_give_numbers(
     path = tmp_path / "cpu.csv"
     cpu.main(csv=path)
     found = rows.read(path)
-    assert len(found) == len({(row["benchmark"], row["baseline"]) for row in found}) == 34
+    assert len(found) == len({(row["benchmark"], row["baseline"]) for row in found}) == 37
     assert all(float(row["value"]) > 0 for row in found)
-    assert capsys.readouterr().out.count("\n") == 35
+    assert capsys.readouterr().out.count("\n") == 38
     for kernel in cpu.PROPOSED:
         times = [row["value"] for row in found if row["benchmark"].startswith(f"propose {kernel},")]
         assert len(times) == 2

@@ -20,8 +20,10 @@ from tests.taken import taking
 from tilegen import pipeline
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.kernels.config import TileConfig
-from tilegen.runtime import paged_dispatch, plans
-from tilegen.runtime.paged_call import PagedCall
+from tilegen.launch.launcher import Unfamiliar
+from tilegen.launch.triton_function import TritonFunction
+from tilegen.runtime import dispatch, plans
+from tilegen.runtime.paged_call import Form
 
 ADDRESS = 2**32
 """Numbers from here on are addresses."""
@@ -78,6 +80,8 @@ def kinds() -> dict[str, tuple[Callable[[], Any], list[torch.Tensor]]]:
     add("another scale", q, k, v, table, lengths, scale=0.5)
     add("a negative scale", q, k, v, table, lengths, scale=-0.5)
     add("with a result", q, k, v, table, lengths, out=torch.empty_like(q))
+    unaligned = torch.empty_like(flat)[1 : q.numel() + 1].view(3, 2, 4, 64).transpose(1, 2)
+    add("with a result at an odd address", q, k, v, table, lengths, out=unaligned)
     dense = torch.empty(q.shape, dtype=q.dtype)
     add("with a result that is no view", q, k, v, table, lengths, out=dense)
     add("HND", q, k.transpose(1, 2), v.transpose(1, 2), table, lengths, layout="HND")
@@ -111,9 +115,10 @@ def launched(driver: Any, call: Callable[[], Any], given: list[torch.Tensor]) ->
     return [
         (
             *head,
-            [names.get(x, "made") if isinstance(x, int) and x >= ADDRESS else x for x in values],
+            [names.get(x, "made") if isinstance(x, int) and x >= ADDRESS else x for x in numbers],
         )
         for *head, values in driver.launches
+        for numbers in [[x.data_ptr() if isinstance(x, torch.Tensor) else x for x in values]]
     ]
 
 
@@ -133,23 +138,38 @@ def test_a_paged_call_launches_the_same_whatever_was_called_before() -> None:
 
 def test_a_call_like_the_one_before_is_checked_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[object] = []
-    real = PagedCall.of
+    real = Form.of
 
-    def of(*given: Any) -> PagedCall:
+    def of(*given: Any) -> Form:
         checked.append(given)
         return real(*given)
 
-    monkeypatch.setattr(paged_dispatch.PagedCall, "of", of)
+    monkeypatch.setattr(dispatch.Form, "of", of)
     named = kinds()
     with as_if_on_a_gpu():
-        for name, times in (
-            ("first", 1),
-            ("packed", 1),
-            ("with a result", 1),
-            ("heads outside of rows", 3),
+        for name in (
+            *("first", "packed", "with a result", "with a result that is no view"),
+            *("heads outside of rows", "lengths of 16 bits", "a tree", "softcap"),
         ):
             plans.by_call._recent = ()
             checked.clear()
             for _ in range(3):
                 named[name][0]()
-            assert len(checked) == times, name
+            assert len(checked) == 1, name
+
+
+def test_a_paged_call_by_the_emitted_launches_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Triton differs, emitted launches take views of the tensors."""
+
+    def unfamiliar(*_: Any) -> Any:
+        raise Unfamiliar
+
+    named = kinds()
+    expected: dict[str, Any] = {}
+    with as_if_on_a_gpu() as driver:
+        for name, (call, given) in named.items():
+            expected[name] = launched(driver, call, given)
+    monkeypatch.setattr(TritonFunction, "prepare", unfamiliar)
+    with as_if_on_a_gpu() as driver:
+        for name, (call, given) in named.items():
+            assert launched(driver, call, given) == expected[name], name

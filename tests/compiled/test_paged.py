@@ -289,3 +289,36 @@ def test_other_forwards_do_hang_on_it() -> None:
     assert "# Full tiles" in plain
     assert "range(tile_lo, tile_hi)" in ordered
     assert "# Full tiles" not in ordered
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("score", [None, softcap(3.0)], ids=["plain", "softcap"])
+def test_copies_are_made_anew_on_each_call(layout: str, score: Score | None) -> None:
+    """Of queries, tables and lengths that kernels cannot read, and of results that they cannot
+    write; the second call is planned like the first."""
+    k_pages, v_pages = cache(12, 16, 2, (32, 16), torch.float32)
+    given = k_pages, v_pages
+    if layout == "HND":
+        given = tuple(x.transpose(1, 2).contiguous() for x in given)
+    wide = torch.full((3, 4, 5, 32), 7.0)
+    for seed in range(2):
+        generator = torch.Generator().manual_seed(seed)
+        q = torch.randn(3, 4, 5, 32, generator=generator)  # heads outside of rows
+        table = torch.randperm(12, generator=generator).view(3, 4).short().repeat_interleave(2, 1)
+        lengths = torch.tensor([64, 5 + seed, 33], dtype=torch.int16)
+        out, lse = tilegen.attention_paged(
+            *(q, *given, table[:, ::2], lengths),
+            mask=BOTTOM,
+            score=score,
+            layout=layout,
+            return_lse=True,
+            out=wide[..., :16],
+        )
+        assert out.data_ptr() == wide.data_ptr()
+        assert (wide[..., 16:] == 7).all()
+        for i, length in enumerate(lengths.tolist()):
+            found = out[i], lse[i]
+            of_request = q[i], k_pages, v_pages, table[i, ::2], length
+            expected = expected_of(*of_request, BOTTOM, score)
+            for one, other in zip(found, expected, strict=True):
+                torch.testing.assert_close(one, other[0].float(), rtol=1e-5, atol=1e-5)

@@ -20,10 +20,10 @@ from tilegen.emit.render import render
 from tilegen.errors import InvalidProblem, TilegenError, Unsupported
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import TileConfig
-from tilegen.launch.changes import Changes
+from tilegen.launch.changes import Changes, Pages
 from tilegen.masks.tiles.tile_ranges import tile_ranges
 from tilegen.problem import AttentionProblem
-from tilegen.runtime import paged_call, paged_dispatch, plans
+from tilegen.runtime import dispatch, paged_call, plans
 from tilegen.task import KernelTask
 
 H200 = gpu("h200")
@@ -143,6 +143,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_what_does_not_fit_together_is_refused(name: str) -> None:
     changes, error = WRONG[name]
+    tilegen.attention_paged(**call())  # elements are checked for a plan that exists, too
     with pytest.raises(TilegenError, match=error) as raised:
         tilegen.attention_paged(**call(**changes))
     assert "the call was paged" in str(raised.value)
@@ -184,7 +185,7 @@ def test_calls_of_one_kind_have_one_plan(monkeypatch: pytest.MonkeyPatch) -> Non
     def fail(*_: Any) -> Any:
         raise AssertionError("decided again")
 
-    monkeypatch.setattr(paged_dispatch, "_new_plan", fail)
+    monkeypatch.setattr(dispatch, "_new_plan", fail)
     others: list[dict[str, Any]] = [
         {"kv_lengths": torch.tensor([70, 1, 3])},
         {"block_table": given["block_table"].flip(0)},
@@ -244,9 +245,10 @@ def test_addresses_and_strides_are_part_of_the_kind() -> None:
     plain = call(kv_lengths=torch.tensor([60, 2, 33]))
 
     def key(**changed: Any) -> Any:
-        its = plain | changed
-        one = paged_call.PagedCall.of(*its.values(), None, None, "NHD")
-        return one.is_aligned, one.key(80, Changes(tilegen.full()))
+        q, k, v, table, lengths = (plain | changed).values()
+        pages = Pages(table, lengths, None, None, None, "NHD", None)
+        form = paged_call.Form.of(q, k, v, pages)
+        return form.is_aligned, form.key(q, Changes(tilegen.full(), pages=pages))
 
     (is_aligned, first), (still, second) = key(), key(q=torch.randn(3, 4, 2, 33)[..., :32])
     assert is_aligned

@@ -10,7 +10,7 @@ from torch.compiler import is_dynamo_compiling
 
 from tilegen.errors import TilegenError, Unsupported
 from tilegen.kernels.layout import public_lse
-from tilegen.launch.changes import Changes
+from tilegen.launch.changes import Changes, Pages
 from tilegen.launch.derivatives import refuse_tangents
 from tilegen.masks.kinds import FULL
 from tilegen.masks.mask import Mask
@@ -36,27 +36,29 @@ def attend(
     kv_lengths: torch.Tensor | None = None,
     scale: float | None = None,
     dropout_p: float = 0.0,
+    pages: Pages | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute (out, lse) of a call of `attention`. Raises InvalidProblem or Unsupported, naming the
-    call."""
-    refuse_jit()
+    """Compute (out, lse) of a call of `attention`, or of `attention_paged` if there are `pages`.
+    Raises InvalidProblem or Unsupported, naming the call."""
+    if _is_traced_by_jit():  # tested here too, since a function more takes longer than the test
+        refuse_jit()
     try:
         if is_watched(q):
             if _transform() is None:  # transforms of torch.func raise an error of their own
                 refuse_tangents(q, k, v)
-            call = mask, score, kv_lengths, scale, dropout_p, _transform() is not None
+            call = mask, score, kv_lengths, scale, dropout_p, _transform() is not None, pages
             out, lse = _watched(q, k, v, *call)
             return out, public_lse(lse)
         score = None if score is None else score_of(score)
         is_off = type(dropout_p) is float and dropout_p == 0  # a fast test for most calls
         dropout = None if is_off else dropout_of(dropout_p, q)
-        changes = Changes(FULL if mask is None else mask, score, kv_lengths, dropout)
+        changes = Changes(FULL if mask is None else mask, score, kv_lengths, dropout, pages)
         out, lse = planned(q, k, v, changes, scale)
         return out, public_lse(lse)
     except TilegenError as error:
         if is_dynamo_compiling():  # dynamo names the call, and cannot trace joined texts
             raise
-        call = describe(q, k, v, mask, score, kv_lengths, scale, dropout_p)
+        call = describe(q, k, v, mask, score, kv_lengths, scale, dropout_p, pages is not None)
         raise type(error)(f"{error}; the call was {call}") from None
 
 

@@ -5,16 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.compiler import is_dynamo_compiling
 
-from tilegen.calls.entry import is_watched, refuse_jit
-from tilegen.errors import TilegenError
-from tilegen.launch.changes import Changes
-from tilegen.masks.kinds import FULL
+from tilegen.calls.entry import attend
+from tilegen.launch.changes import Pages
 from tilegen.masks.mask import Mask
 from tilegen.masks.score import Score
-from tilegen.runtime.call import ScoreFunction, score_of, shown
-from tilegen.runtime.paged_dispatch import attend_pages
+from tilegen.runtime.call import ScoreFunction
 
 
 def attention_paged(
@@ -58,41 +54,12 @@ def attention_paged(
     and q's dtype, is written in place and returned. Raises InvalidProblem or Unsupported, naming
     the call.
     """
-    where = block_table, kv_lengths, q_starts
     bounds = max_q_length, max_kv_length
-    refuse_jit()
-    try:
-        watched = is_watched(q)
-        if watched:
-            result, lse = _watched(q, k_pages, v_pages, *where, *bounds, mask, score, scale, layout)
-        else:
-            traced_score = None if score is None else score_of(score)
-            changes = Changes(FULL if mask is None else mask, traced_score)
-            given = q, k_pages, v_pages, *where, *bounds, changes, scale, layout
-            result, lse = attend_pages(*given, out)
-    except TilegenError as error:
-        if is_dynamo_compiling():  # dynamo names the call, and cannot trace joined texts
-            raise
-        given = (("q", q), ("k_pages", k_pages), ("v_pages", v_pages))
-        shapes = ", ".join(f"{name} {shown(x)}" for name, x in given)
-        raise type(error)(f"{error}; the call was paged, {shapes}, mask {mask}") from None
-    if out is None or watched or result.data_ptr() != out.data_ptr():  # not yet in `out`
-        is_packed = q_starts is not None
-        result = result.squeeze(0).transpose(0, 1) if is_packed else _unpacked(result, kv_lengths)
-        out = result if out is None else out.copy_(result)
+    pages = Pages(block_table, kv_lengths, q_starts, *bounds, layout, out)
+    result, lse = attend(q, k_pages, v_pages, mask, score, scale=scale, pages=pages)
     if not return_lse:
-        return out
-    lse = lse.contiguous()
-    return out, lse.squeeze(0) if q_starts is not None else _unpacked(lse, kv_lengths)
-
-
-def _watched(q: torch.Tensor, *call: Any) -> tuple[Any, Any]:
-    from tilegen.operators.pages import attend_pages_watched
-
-    return attend_pages_watched(q, *call)
-
-
-def _unpacked(x: torch.Tensor, kv_lengths: torch.Tensor) -> torch.Tensor:
-    """View (1, heads, requests * rows, ...) as (requests, heads, rows, ...)."""
-    _, heads, _, *rest = x.shape
-    return x.view(heads, kv_lengths.shape[0], -1, *rest).transpose(0, 1)
+        return result
+    if q_starts is not None:
+        return result, lse.contiguous()
+    # Kernels write heads outside of requests: only pairs of a score are copied.
+    return result, lse.transpose(0, 1).contiguous().transpose(0, 1)

@@ -10,7 +10,7 @@ from tilegen.bounded_cache import BoundedCache
 from tilegen.calls.entry import attend, is_watched, refuse_jit
 from tilegen.calls.paged import attention_paged
 from tilegen.errors import InvalidProblem
-from tilegen.launch.autograd import computes_by_torch
+from tilegen.launch.autograd import computes_by_torch, needs_gradients
 from tilegen.masks.kinds import check_mask
 from tilegen.masks.made import InDocuments, is_traced
 from tilegen.masks.mask import Mask
@@ -18,7 +18,6 @@ from tilegen.masks.packed import check_cu_seqlens, packed
 from tilegen.masks.score import Score
 from tilegen.masks.values import is_captured, is_checked
 from tilegen.runtime.call import ScoreFunction, autocast, autocast_dtype, check_axes, score_of
-from tilegen.runtime.paged_dispatch import needs_gradients
 from tilegen.settings import settings
 
 MAX_MASKS = 64

@@ -30,6 +30,8 @@ def why_not(problem: AttentionProblem, backend: Backend) -> str:
         return f"{backend} is used only for square causal masks"
     if problem.score or problem.dropout:
         return f"{backend} is used only without changes of scores and without dropout"
+    if problem.page:
+        return f"{backend} reads no pages of a cache"
     if problem.invariant:
         return f"{backend} adds up in an order that depends on the batch"
     if problem.dtype == "fp32":

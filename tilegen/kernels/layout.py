@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     import torch
 
 
+Laid = tuple[tuple[int, ...], tuple[int, ...]]
+"""The shape and the strides of a tensor."""
 PAIRED = frozenset(("lse", "partial_lse"))
 """Tensors of two numbers for each row where scores are changed: the second, in base 2, is what the
 first, a natural logarithm, leaves out in fp32. They are told apart by the dimension before rows."""
@@ -39,5 +41,6 @@ def strides_like(tensor: torch.Tensor, head_dim: int) -> tuple[int, int, int, in
 
 
 def public_lse(lse: torch.Tensor) -> torch.Tensor:
-    """Return lse (batch, heads, seqlen_q) from the lse of kernels, which may be in pairs."""
-    return lse if lse.dim() == 3 else lse.select(2, 0)
+    """Return lse (batch, heads, seqlen_q) from the lse of kernels, which may be in pairs; lse of
+    fewer dimensions as it is."""
+    return lse if lse.dim() < 4 else lse.select(2, 0)

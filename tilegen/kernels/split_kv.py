@@ -23,7 +23,7 @@ from tilegen.kernels.arguments import (
     sizes,
     strides,
 )
-from tilegen.kernels.layout import strides_like
+from tilegen.kernels.layout import Laid, strides_like
 from tilegen.kernels.loops import OverRows, Whole
 from tilegen.kernels.panels import Launch
 from tilegen.kernels.spec import FamilySpec, KernelSpec, Knobs, read, write
@@ -177,6 +177,21 @@ def run(
     return _combined(launch, launch[FWD_SPLIT.name](q, k, v, scale), q, v)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Views:
+    """The views in which kernels see the tensors of a paged call. Launches take the tensors as the
+    caller laid them out, since each view takes PyTorch a tenth of a warm call."""
+
+    inputs: tuple[tuple[int, ...], ...]
+    """The shapes, then the strides, of q, k and v, as `run_paged` describes them."""
+    written: Laid
+    """The result as kernels write it, (1, heads, all queries, head dim)."""
+    out: Laid
+    """The result as the caller gets it."""
+    lse: Laid
+    """The log-sum-exps as the caller gets them; kernels write (1, heads, all queries)."""
+
+
 @dataclass(slots=True)
 class Requests:
     """Places of the queries and keys of requests: tensors on the device, and their bounds.
@@ -191,6 +206,10 @@ class Requests:
     longest_q: int
     longest_kv: int
     """The most queries and keys that a request has."""
+    views: Views | None = None
+    """The views of q, k, v and the results, unless the tensors are laid out as kernels see them."""
+    out: torch.Tensor | None = None
+    """The caller's tensor for the result."""
 
     @property
     def narrow(self) -> Requests:
@@ -210,14 +229,16 @@ def run_paged(
     panel_rows: int,
     pairs: bool = False,
     requests: Requests,
-    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) of q (1, heads, all queries, head_dim_qk), and of pages k and v (pages,
-    heads, keys of a page, head dim); `out`, where it is given, is written and returned."""
-    table, lengths = requests.block_table, requests.lengths
+    heads, keys of a page, head dim), or of tensors with such views."""
+    table, lengths, views = requests.block_table, requests.lengths, requests.views
     where = table, lengths, requests.q_starts, lengths.shape[0]
-    bounds = requests.longest_q, requests.longest_kv, table.stride(0)
-    return _combined(launch, launch[FWD_PAGED.name](q, k, v, *where, *bounds, scale), q, v, out)
+    given = q, k, v, *where, requests.longest_q, requests.longest_kv, table.stride(0), scale
+    if views is None:
+        return _combined(launch, launch[FWD_PAGED.name](*given), q, v)
+    partials = launch[FWD_PAGED.name](*given, laid=views.inputs)
+    return _combined(launch, partials, q, v, views, requests.out)
 
 
 def _combined(
@@ -225,18 +246,28 @@ def _combined(
     partials: tuple[torch.Tensor, torch.Tensor],
     q: torch.Tensor,
     v: torch.Tensor,
+    views: Views | None = None,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     values, weights = partials
-    empty, (batch, heads, rows, _), width = allocator(is_cuda=q.is_cuda), q.shape, v.shape[3]
-    if out is None:
+    empty = allocator(is_cuda=q.is_cuda)
+    if views is None:
+        (batch, heads, rows, _), width = q.shape, v.shape[3]
         out = empty((batch, heads, rows, width), strides_like(q, width), q.dtype)
-    if weights.dim() == 4:
-        lse = empty((batch, heads, rows), (heads * rows, rows, 1), weights.dtype)
+        shape, strides = (batch, heads, rows), (heads * rows, rows, 1)
     else:
+        out = empty(*views.out, q.dtype) if out is None else out
+        shape, strides = views.lse
+    if weights.dim() == 4:
+        lse = empty(shape, strides, weights.dtype)
+    else:
+        batch, heads, _, _, rows = weights.shape
         whole = 2 * heads * rows, 2 * rows, rows, 1
         lse = empty((batch, heads, 2, rows), whole, weights.dtype)
-    launch[FWD_COMBINE.name](values, weights, out, lse)
+    if views is None:
+        launch[FWD_COMBINE.name](values, weights, out, lse)
+    else:
+        launch[FWD_COMBINE.name](values, weights, out, lse, laid=views.written)
     return out, lse
 
 

@@ -9,6 +9,7 @@ import torch
 from tilegen import cpu
 from tilegen.disk import say_once
 from tilegen.emit.identity import is_aligned
+from tilegen.errors import Unsupported
 from tilegen.kernels.descriptors import is_describable
 from tilegen.launch.changes import Changes, Gradients, Wanted
 from tilegen.launch.derivatives import refuse_second, refuse_tangents
@@ -142,6 +143,25 @@ def gradients(
     for slot, grad in grads.captured.items():
         grads.captured[slot] = grad.to(changes.captured[slot].dtype)
     return grads
+
+
+def refuse_gradients(q: Any, k: Any, v: Any, score: Score | None) -> None:
+    """Raise Unsupported if any input of a call over pages needs a gradient."""
+    refuse_tangents(q, k, v)
+    if needs_gradients(q, k, v, score):
+        raise Unsupported(
+            "no gradients reach what lies in pages: call under torch.no_grad(), or detach"
+        )
+
+
+def needs_gradients(q: Any, k: Any, v: Any, score: Score | None) -> bool:
+    """Check whether any tensor that a call reads needs a gradient."""
+    if not torch.is_grad_enabled():
+        return False
+    if score is None:
+        return q.requires_grad or k.requires_grad or v.requires_grad
+    read = (*score.captured, score.sink_logits)
+    return any(x is not None and x.requires_grad for x in (q, k, v, *read))
 
 
 def reaching(

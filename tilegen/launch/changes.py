@@ -1,13 +1,15 @@
-"""Arguments of a call besides q, k, v and scale: mask, score, lengths, dropout; and the gradients
-that a backward must give."""
+"""Arguments of a call besides q, k, v and scale: mask, score, lengths, dropout, pages; and the
+gradients that a backward must give."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
+from tilegen.emit.identity import VECTOR_BYTES
 from tilegen.masks.dropout import Dropout
 from tilegen.masks.kinds import MaskKind, kind_of_mask, lengths_of
 from tilegen.masks.mask import Mask
@@ -19,15 +21,44 @@ from tilegen.masks.values import LIMIT, check_range, has_values
 
 
 @dataclass(slots=True)
+class Pages:
+    """Where the queries and the keys of a call over the pages of a cache lie, as `attention_paged`
+    describes it. Instances are never changed."""
+
+    block_table: torch.Tensor
+    lengths: torch.Tensor
+    q_starts: torch.Tensor | None
+    max_q_length: int | None
+    max_kv_length: int | None
+    layout: str
+    out: torch.Tensor | None
+    """The tensor to write the result to."""
+
+    @property
+    def facts(self) -> tuple[Any, ...]:
+        """The properties that the plan of a call depends on."""
+        table, lengths, starts, out = self.block_table, self.lengths, self.q_starts, self.out
+        return (
+            *(table.shape, table.stride(), table.dtype, table.device),
+            *(lengths.shape, lengths.stride(), lengths.dtype, lengths.device),
+            starts is not None and (starts.shape, starts.stride(), starts.dtype, starts.device),
+            out is not None
+            and (out.shape, out.stride(), out.dtype, out.device, out.data_ptr() % VECTOR_BYTES),
+            *(self.max_q_length, self.max_kv_length, self.layout),
+        )
+
+
+@dataclass(slots=True)
 class Changes:
-    """The mask of a call, its score, lengths of padded batches and dropout. Instances are never
-    changed, but not frozen: a frozen dataclass takes longer to make."""
+    """The mask of a call, its score, lengths of padded batches, dropout and pages. Instances are
+    never changed, but not frozen: a frozen dataclass takes longer to make."""
 
     given: Mask
     """The mask without the lengths."""
     score: Score | None = None
     kv_lengths: torch.Tensor | None = None
     dropout: Dropout | None = None
+    pages: Pages | None = None
 
     @property
     def kind(self) -> MaskKind:

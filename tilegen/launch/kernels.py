@@ -27,7 +27,7 @@ from tilegen.launch.bound_module import bound_kernel, bound_module
 from tilegen.launch.changes import Changes, Gradients, Wanted
 from tilegen.launch.libraries import Library
 from tilegen.masks.shapes import Shape
-from tilegen.masks.tensors import score_tensors
+from tilegen.masks.tensors import score_tensors, tensors_of
 from tilegen.problem import AttentionProblem
 
 READABLE = torch.int32, torch.int64
@@ -114,14 +114,20 @@ class Kernels:
             return self._passes[direction]
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, changes: Changes
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        changes: Changes,
+        requests: Requests | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute (out, lse). With a score lse is in pairs, as the backward takes it: see
-        `public_lse`."""
+        """Compute (out, lse), for `requests` over pages. With a score lse is in pairs, as the
+        backward takes it: see `public_lse`."""
         # Triton launches on the current device.
         if self._on_gpu and self.device.index != torch.cuda.current_device():
             with torch.cuda.device(self.device):
-                return self.forward(q, k, v, scale, changes)
+                return self.forward(q, k, v, scale, changes, requests)
         pass_ = self._passes.get("forward") or self.load("forward")
         if pass_.library and (result := pass_.library.forward(q, k, v, scale)) is not None:
             return result
@@ -136,35 +142,13 @@ class Kernels:
             reads = {} if changes.dropout is None else changes.dropout.given
             if score is not None:
                 reads |= score_tensors(score.captured, score.sink_logits)
-            launches = self._completed(pass_, changes, reads, q, k)
-        return pass_.run(launches, q, k, v, scale, panel_rows=pass_.panel_rows)
-
-    def forward_paged(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scale: float,
-        requests: Requests,
-        tables: tuple[torch.Tensor, ...],
-        reads: Mapping[str, Any],
-        out: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute (out, lse) of requests over pages.
-
-        `tables` are the tensors of the mask, `reads` those of the score. If `out` is given, the
-        result is written to it.
-        """
-        if self._on_gpu and self.device.index != torch.cuda.current_device():
-            with torch.cuda.device(self.device):
-                return self.forward_paged(q, k, v, scale, requests, tables, reads, out)
-        pass_ = self._passes.get("forward") or self.load("forward")
-        launches = pass_.launches if pass_.is_plain else pass_.reading(tables, reads)
+            launches = self._completed(pass_, changes, reads, q, k, requests)
+        rows = pass_.panel_rows
+        if requests is None:
+            return pass_.run(launches, q, k, v, scale, panel_rows=rows)
         if pass_.converts_integers:
             requests = requests.narrow
-        rows = pass_.panel_rows
-        result = pass_.run(launches, q, k, v, scale, panel_rows=rows, requests=requests, out=out)
-        return result[0], public_lse(result[1])
+        return pass_.run(launches, q, k, v, scale, panel_rows=rows, requests=requests)
 
     def backward(
         self,
@@ -222,9 +206,15 @@ class Kernels:
         reads: Mapping[str, Any],
         q: torch.Tensor,
         k: torch.Tensor,
+        requests: Requests | None = None,
     ) -> Mapping[Kernel, Launch]:
         """Bind the tensors of mask, score and dropout to the launches of a pass."""
-        tables = changes.tables(q, k, self.device, pass_.converts_integers)
+        if requests is None:
+            tables = changes.tables(q, k, self.device, pass_.converts_integers)
+        else:
+            bounds = requests.longest_q, requests.longest_kv
+            shape = Shape(len(requests.lengths), self.problem.num_heads_q, *bounds)
+            tables = tensors_of(changes.given, shape, self.device)
         if not pass_.reads_lists:
             return pass_.reading(tables, reads)
         read = (changes.mask, Shape.of(q, k), self.device, reads, tables)

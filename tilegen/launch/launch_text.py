@@ -30,6 +30,9 @@ class LaunchText:
     """The text of two functions: `launch`, with the parameters and results of a kernel's emitted
     `launch`, and `arranged`, which computes the values that depend on sizes and strides.
 
+    `launch` has one more parameter: `laid`, the shapes, then the strides, in which the kernel sees
+    the caller's tensors. A call that knows them need not make views of its tensors.
+
     The text reads these names of its module: `its`, the launcher, `torch`, `empty_on_cpu`,
     `empty_on_gpu`, `LOG2_E`, `LEAST_SCALE`, `Described` and `Unfamiliar`.
     """
@@ -51,6 +54,7 @@ class LaunchText:
 
     def _arranged(self) -> str:
         body = [
+            *([f"{', '.join(self._laid)} = laid"] if self._laid else []),
             *(
                 line
                 for name in self._strided
@@ -78,14 +82,14 @@ class LaunchText:
         return "\n    ".join([f"def arranged({', '.join(self._facts)}):", *body]) + "\n"
 
     def _launch(self) -> str:
-        keywords = f", *, {', '.join(self.extras)}" if self.extras else ""
+        extras_as_keywords = "".join(f", {name}" for name in self.extras)
         tells = self.spec.tells
         results = [*self.spec.made, *([str(getattr(self.config, tells))] if tells else [])]
         extras = (f"{name}={name}" for name in self.extras)
         body = [
             f"device = {self.spec.given[0]}.device",
             f"empty = empty_on_gpu if {self.spec.given[0]}.is_cuda else empty_on_cpu",
-            f"facts = {', '.join(self._facts.values())}",
+            f"facts = {', '.join(self._facts.values())},",
             "known, told = its.arranged",  # at once, since other threads may call too
             "if known != facts:",
             "    told = arranged(*facts)",
@@ -106,24 +110,38 @@ class LaunchText:
             "    try:",
             f"        run = its.prepare(grid, [{self._all(self._shown)}], unusual)",
             "    except Unfamiliar:",
-            f"        return its.emitted({', '.join([*self.spec.given, *extras])})",
+            f"        return its.emitted({', '.join([*self.spec.given, 'laid=laid', *extras])})",
             f"run(grid, [{self._all(self._shown if self.takes_tensors else self._value)}], device)",
             *([f"return {', '.join(results)}"] if results else []),
         ]
-        head = f"def launch({', '.join(self.spec.given)}{keywords}):"
+        head = f"def launch({', '.join(self.spec.given)}, *, laid=None{extras_as_keywords}):"
         return "\n    ".join([head, *body]) + "\n"
 
     # ----------------------------------------------------------------------------------------------
     # Parameters and results of `arranged`
 
     @cached_property
+    def viewed(self) -> list[str]:
+        """The tensors of the caller whose shapes and strides are in `laid`, in that order."""
+        # The kernel may take no strides of v, if values lie in keys; `laid` has them nevertheless.
+        strided = [x.of for x in self.spec.by_name.values() if x.taken == "stride"]
+        strided += self._strided
+        return [name for name in dict.fromkeys(strided) if name not in self.spec.made]
+
+    @cached_property
+    def _laid(self) -> list[str]:
+        """The names of the elements of `laid`."""
+        return [f"{name}_{what}" for what in ("shape", "stride") for name in self.viewed]
+
+    @cached_property
     def _facts(self) -> dict[str, str]:
         """The parameters of `arranged`, with the expressions that `launch` passes."""
-        given = [name for name in self._strided if name not in self.spec.made]
-        shapes = dict.fromkeys((*given, *(name for name, _ in self._other_sizes)))
+        own = [f"{name}.shape" for name in self.viewed]
+        own += [f"{name}.stride()" for name in self.viewed]
+        others = dict.fromkeys(x for x, _ in self._other_sizes if x not in self.viewed)
         return (
-            {f"{name}_shape": f"{name}.shape" for name in shapes}
-            | {f"{name}_stride": f"{name}.stride()" for name in given}
+            ({"laid": f"laid or ({', '.join(own)})"} if own else {})
+            | {f"{name}_shape": f"{name}.shape" for name in others}
             | {name: name for name in _COUNTS if name in self.spec.given}
         )
 

@@ -18,6 +18,7 @@ from tilegen.errors import Unsupported
 from tilegen.kernels.allocation import allocator
 from tilegen.kernels.arguments import LEAST_SCALE, Argument, extra, size
 from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.layout import Laid
 from tilegen.kernels.panels import Launch
 from tilegen.kernels.registry import KERNELS
 from tilegen.launch.launch_text import MAX_ROW_STRIDE, LaunchText
@@ -25,8 +26,6 @@ from tilegen.launch.launch_text import MAX_ROW_STRIDE, LaunchText
 Run = Callable[[int, list[Any], torch.device], None]
 """Launches a grid of programs on the current stream of a device. Takes the values of all
 arguments: numbers, and addresses of tensors."""
-Laid = tuple[tuple[int, ...], tuple[int, ...]]
-"""The shape and the strides of a tensor."""
 
 
 class Function(Protocol):
@@ -119,17 +118,16 @@ class Launcher:
         self._is_unfamiliar = False
         tensors = (*spec.given, *spec.made)
         sizes = [(spec.by_name.get(name) or size(name, tensors), by) for name, by in launched.grid]
-        self.text = str(
-            LaunchText(
-                spec=spec,
-                arguments=[_argument(name, launched) for name in launched.arguments],
-                grid=sizes,
-                extras=self.extra_names,
-                unit=launched.stride_unit,
-                config=launched.config,
-                takes_tensors=function.takes_tensors,
-            )
+        text = LaunchText(
+            spec=spec,
+            arguments=[_argument(name, launched) for name in launched.arguments],
+            grid=sizes,
+            extras=self.extra_names,
+            unit=launched.stride_unit,
+            config=launched.config,
+            takes_tensors=function.takes_tensors,
         )
+        self.text, self._viewed = str(text), [spec.given.index(name) for name in text.viewed]
         module: dict[str, Any] = {
             **dict(its=self, torch=torch, Unfamiliar=Unfamiliar, Described=Described),
             "empty_on_cpu": allocator(is_cuda=False),
@@ -154,11 +152,17 @@ class Launcher:
             self.run = run
         return run
 
-    def emitted(self, *given: Any, **extras: Any) -> Any:
-        """Launch by the emitted `launch`. Raises Unsupported if there is none."""
+    def emitted(self, *given: Any, laid: tuple[Any, ...] | None, **extras: Any) -> Any:
+        """Launch by the emitted `launch`, with views as `laid` tells. Raises Unsupported if there
+        is none."""
         if self._emitted is None:
             raise Unsupported(f"{self._launched.where} cannot be launched here")
-        return self._emitted(*given, **extras)
+        seen = [*given]
+        if laid is not None:
+            shapes, strides = laid[: len(laid) // 2], laid[len(laid) // 2 :]
+            for i, shape, stride in zip(self._viewed, shapes, strides, strict=True):
+                seen[i] = given[i].as_strided(shape, stride)
+        return self._emitted(*seen, **extras)
 
     def described(self, tensor: torch.Tensor, one: Described, rows: int, columns: int) -> Any:
         """Return a descriptor of tiles in the form that Triton compiles for."""

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
+from tilegen.launch.changes import Pages
 from tilegen.operators.crossing import crossing
 from tilegen.operators.functional import Attention
+from tilegen.operators.pages import attend_pages
 from tilegen.operators.sharded import is_sharded, on_each_device
 from tilegen.runtime.call import AXES, autocast, autocast_dtype, check_axes, dropout_of
 
@@ -24,12 +26,15 @@ def attend_watched(
     scale: float | None,
     dropout_p: float,
     is_transformed: bool = False,
+    pages: Pages | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute (out, lse) of a call of `attention` by an operator.
+    """Compute (out, lse) of a call of `attention`, or of `attention_paged`, by an operator.
 
     `is_transformed`: the call is inside a transform of torch.func. Raises InvalidProblem or
     Unsupported.
     """
+    if pages is not None:
+        return attend_pages(q, k, v, pages, mask, score, scale)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_axes(name, tensor, AXES)
     if is_sharded(q):

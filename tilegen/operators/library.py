@@ -11,7 +11,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from tilegen.kernels.layout import empty_like, laid_like, public_lse
 from tilegen.launch.autograd import gradients
-from tilegen.launch.changes import Changes, Wanted
+from tilegen.launch.changes import Changes, Pages, Wanted
 from tilegen.launch.kernels import Kernels
 from tilegen.masks.dropout import Dropout
 from tilegen.operators.rebuilding import rebuilt, trained_places
@@ -33,12 +33,30 @@ def forward(
 
     With a score, lse is (batch, heads, 2, seqlen_q): see `public_lse`.
     """
-    decoded, _ = rebuilt(changes, tensors, (), _lengths(q, k), _dropout(dropout_p, dropout_state))
-    with torch.no_grad():
-        out, lse = planned(q, k, v, decoded, scale)
+    dropout = _dropout(dropout_p, dropout_state)
+    out, lse = computed(q, k, v, changes, tensors, _lengths(q, k), scale, dropout=dropout)
     if _has_score(changes) and lse.dim() == 3:
         lse = torch.stack([lse, torch.zeros_like(lse)], 2)
     return _as_promised(out, q), lse.contiguous()
+
+
+def computed(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    changes: str,
+    tensors: list[torch.Tensor],
+    lengths: tuple[int, int],
+    scale: float,
+    *,
+    dropout: Dropout | None = None,
+    pages: Pages | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute (out, lse) of a call by its plan; `changes` and `tensors` are a crossing, `lengths`
+    bound queries and keys."""
+    decoded, _ = rebuilt(changes, tensors, (), lengths, dropout, pages)
+    with torch.no_grad():
+        return planned(q, k, v, decoded, scale)
 
 
 @forward.register_fake

@@ -1,5 +1,5 @@
 """`tilegen::paged` and `tilegen::append`: operators for calls over the pages of a cache.
-torch.compile traces `attend_pages_watched`."""
+torch.compile traces `attend_pages`."""
 
 from __future__ import annotations
 
@@ -8,49 +8,50 @@ from typing import Any
 import torch
 
 from tilegen.errors import InvalidProblem
+from tilegen.launch.autograd import refuse_gradients
+from tilegen.launch.changes import Pages
 from tilegen.operators.crossing import crossing
-from tilegen.operators.rebuilding import rebuilt
+from tilegen.operators.library import computed
 from tilegen.runtime.call import check_axes
 from tilegen.runtime.paged_call import QUERY_AXES
-from tilegen.runtime.paged_dispatch import attend_pages, refuse_gradients
 from tilegen.runtime.slots import append
 
 
-def attend_pages_watched(
+def attend_pages(
     q: torch.Tensor,
     k_pages: torch.Tensor,
     v_pages: torch.Tensor,
-    block_table: torch.Tensor,
-    kv_lengths: torch.Tensor,
-    q_starts: torch.Tensor | None,
-    max_q_length: int | None,
-    max_kv_length: int | None,
+    pages: Pages,
     mask: Any,
     score: Any,
     scale: float | None,
-    layout: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute (out, lse) as `attend_pages` does, by an operator. Raises InvalidProblem or
+    """Compute (out, lse) of a call of `attention_paged` by an operator. Raises InvalidProblem or
     Unsupported."""
+    q_starts, longest_q = pages.q_starts, pages.max_q_length
     check_axes("q", q, QUERY_AXES[q_starts is not None])
     refuse_gradients(q, k_pages, v_pages, None)
     encoded = crossing(mask, score, None)
     if encoded.trained:
         refuse_gradients(encoded.tensors[encoded.trained[0]], k_pages, v_pages, None)
     encoded.fill(q)
+    requests = None
     if q_starts is None:
-        requests, _, max_q_length, _ = q.shape
-        end = (requests + 1) * max_q_length
-        q_starts = torch.arange(0, end, max_q_length, dtype=torch.int32, device=q.device)
+        requests, _, longest_q, _ = q.shape
+        end = (requests + 1) * longest_q
+        q_starts = torch.arange(0, end, longest_q, dtype=torch.int32, device=q.device)
         q = q.transpose(1, 2).flatten(0, 1)
-    if max_q_length is None:
+    if longest_q is None:
         raise InvalidProblem("with q_starts max_q_length is needed, the most queries of a request")
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
     out, lse = torch.ops.tilegen.paged(
-        *(q, k_pages, v_pages, block_table, kv_lengths, q_starts, max_q_length, max_kv_length),
-        *(encoded.text, encoded.tensors, factor, layout),
+        *(q, k_pages, v_pages, pages.block_table, pages.lengths, q_starts, longest_q),
+        *(pages.max_kv_length, encoded.text, encoded.tensors, factor, pages.layout),
     )
-    return out.transpose(0, 1).unsqueeze(0), lse.unsqueeze(0)
+    if requests is not None:
+        out = out.unflatten(0, (requests, -1)).transpose(1, 2)
+        lse = lse.unflatten(1, (requests, -1)).transpose(0, 1)
+    return (out if pages.out is None else pages.out.copy_(out)), lse
 
 
 @torch.library.custom_op("tilegen::paged", mutates_args=())
@@ -74,12 +75,11 @@ def paged(
     """
     page = k_pages.shape[1 if layout == "NHD" else 2]
     room = block_table.shape[1] * page if max_kv_length is None else max_kv_length
-    decoded, _ = rebuilt(changes, tensors, (), (max_q_length, room), None)
-    where = block_table, kv_lengths, q_starts
     bounds = max_q_length, max_kv_length
-    with torch.no_grad():
-        out, lse = attend_pages(*(q, k_pages, v_pages, *where, *bounds, decoded, scale, layout))
-    return out.squeeze(0).transpose(0, 1).contiguous(), lse.squeeze(0).contiguous()
+    pages = Pages(block_table, kv_lengths, q_starts, *bounds, layout, None)
+    lengths = max_q_length, room
+    out, lse = computed(q, k_pages, v_pages, changes, tensors, lengths, scale, pages=pages)
+    return out.contiguous(), lse.contiguous()
 
 
 @paged.register_fake

@@ -19,7 +19,7 @@ from cachetools import LRUCache
 
 from tilegen.bounded_cache import BoundedCache
 from tilegen.errors import InvalidProblem
-from tilegen.launch.changes import Changes
+from tilegen.launch.changes import Changes, Pages
 from tilegen.masks.blocks import Blocks
 from tilegen.masks.constructors import tree
 from tilegen.masks.dropout import Dropout
@@ -41,6 +41,7 @@ def rebuilt(
     trained: Sequence[int],
     lengths: tuple[int, int],
     dropout: Dropout | None,
+    pages: Pages | None = None,
 ) -> tuple[Changes, Tensors]:
     """Rebuild mask, score and lengths of a call from its crossing.
 
@@ -58,7 +59,7 @@ def rebuilt(
     mask = FULL if "mask" not in spec else _filled_mask(spec["mask"], tensors, lengths)
     score = _filled_score(spec["score"], tensors, lengths) if "score" in spec else None
     kv_lengths = tensors[spec["lengths"]] if "lengths" in spec else None
-    return Changes(mask, score, kv_lengths, dropout), tensors
+    return Changes(mask, score, kv_lengths, dropout, pages), tensors
 
 
 def trained_places(text: str) -> list[int]:

@@ -1,2 +1,2 @@
 """Plan a call from its tensors: facts of the call (`call`), cached plans (`plans`), execution
-(`dispatch`), and the same for paged caches."""
+(`dispatch`), and the form of calls over the pages of a cache (`paged_call`)."""

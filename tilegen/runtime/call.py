@@ -20,6 +20,7 @@ from tilegen.masks import score as scores
 from tilegen.masks.dropout import Dropout
 from tilegen.masks.mask import Mask
 from tilegen.masks.score import Score, ScoreForm
+from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import check_kv_lengths
 from tilegen.masks.tracing.fingerprint import Traces
 from tilegen.problem import MIN_HEAD_DIM, AttentionProblem, DType
@@ -68,13 +69,18 @@ def facts_of(q: Any, k: Any, v: Any, changes: Changes) -> tuple[Any, ...]:
             lengths.device,
             lengths.is_contiguous(),
         )
+        pages = changes.pages and changes.pages.facts
     except (AttributeError, RuntimeError):  # RuntimeError: sparse and nested tensors
+        if changes.pages is not None:
+            from tilegen.runtime.paged_call import check_pages
+
+            check_pages(q, k, v, changes.pages)
         if lengths is not None:
             check_kv_lengths(lengths)
         names = ", ".join(_kind(x) for x in (q, k, v))
         raise InvalidProblem(f"q, k and v must be dense torch tensors, got {names}") from None
     cast = torch.is_autocast_enabled(where) and torch.get_autocast_dtype(where)
-    asked = kind, form, cast, changes.dropout is None, padding
+    asked = kind, form, cast, changes.dropout is None, padding, pages
     return shapes, strides, dtypes, devices, offset, k_at == v_at, asked
 
 
@@ -146,18 +152,33 @@ def problem_of(
         raise InvalidProblem(f"k must have q's batch and head_dim, got {tuple(k.shape)}")
     if v.shape[:3] != k.shape[:3]:
         raise InvalidProblem(f"v must have k's batch, heads and seqlen, got {tuple(v.shape)}")
+    return problem_of_sizes(Shape.of(q, k), q, k, v, changes, page=0)
+
+
+def problem_of_sizes(
+    shape: Shape,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    changes: Changes,
+    *,
+    page: int,
+) -> AttentionProblem:
+    """Return the problem of a call with tensors that fit together. With keys in pages, `shape` has
+    the requests and the most queries and keys that a request has."""
     return AttentionProblem(
-        batch=q.shape[0],
-        num_heads_q=q.shape[1],
+        batch=shape.batch,
+        num_heads_q=shape.heads,
         num_heads_kv=k.shape[1],
-        seqlen_q=q.shape[2],
-        seqlen_kv=k.shape[2],
+        seqlen_q=shape.seqlen_q,
+        seqlen_kv=shape.seqlen_kv,
         head_dim_qk=q.shape[3],
         head_dim_v=v.shape[3],
         dtype=DTYPES[q.dtype],
         mask=changes.kind.mask,
         score=form_of(changes),
         dropout=changes.dropout is not None,
+        page=page,
         invariant=settings().batch_invariant,
         latent=values_in_keys(q, k, v),
     )
@@ -244,10 +265,19 @@ def shown(value: Any) -> str:
 
 
 def describe(
-    q: Any, k: Any, v: Any, mask: Any, score: Any, kv_lengths: Any, scale: Any, dropout_p: Any = 0
+    q: Any,
+    k: Any,
+    v: Any,
+    mask: Any,
+    score: Any,
+    kv_lengths: Any,
+    scale: Any,
+    dropout_p: Any = 0,
+    is_paged: bool = False,
 ) -> str:
     """Describe a call in one line, for errors."""
-    shapes = (f"{name} {shown(x)}" for name, x in (("q", q), ("k", k), ("v", v)))
+    names = ("paged, q", "k_pages", "v_pages") if is_paged else ("q", "k", "v")
+    shapes = (f"{name} {shown(x)}" for name, x in zip(names, (q, k, v), strict=True))
     named = mask if mask is None or isinstance(mask, Mask) else type(mask).__name__
     changed = "" if score is None else f", score {getattr(score, '__name__', score)}"
     if kv_lengths is not None:

@@ -39,9 +39,11 @@ from tilegen.runtime.call import (
     facts_of,
     is_narrow,
     problem_of,
+    problem_of_sizes,
     widened,
 )
 from tilegen.runtime.dilation import group, ungroup
+from tilegen.runtime.paged_call import Form, run_pages
 from tilegen.settings import BATCH_INVARIANT
 
 
@@ -54,11 +56,13 @@ def planned(
     if factor < 0:  # kernels take a row's maximum before scaling: the scale must keep the order
         return planned(-q, k, v, changes, -factor)
     if plan.checks_fit:
-        check_fit(changes.given, changes.score, Shape.of(q, k))
+        check_fit(changes.given, changes.score, plan.shape or Shape.of(q, k))
     if changes.kv_lengths is not None and not plan.rewrites:
         check_columns(changes.kv_lengths, k.shape[2])
     result = plan.run(q, k, v, factor, changes)
-    return result if changes.score is None or plan.rewrites else reaching(*result, changes.score)
+    if changes.score is None or plan.rewrites or plan.shape is not None:
+        return result
+    return reaching(*result, changes.score)
 
 
 def plan_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Changes) -> Plan:
@@ -67,9 +71,12 @@ def plan_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Changes)
     recent: Plan | None = plans.by_call.recall(facts)
     if recent is not None:  # the same facts as a recent call, usually that of the layer before
         return recent
-    key = call_key(facts)
+    form = None if changes.pages is None else Form.of(q, k, v, changes.pages)
+    key = call_key(facts) if form is None else form.key(q, changes)
     known: Plan | None = plans.by_call.known(key)
-    plan = known or plans.by_call.get(key, partial(_new_plan, q, k, v, changes))
+    plan = known or plans.by_call.get(key, partial(_new_plan, q, k, v, changes, form))
+    if form is not None:
+        plan = replace(plan, run=partial(run_pages, plan.kernels, form), shape=form.shape)
     plans.by_call.note(facts, key, plan)
     return plan
 
@@ -89,6 +96,8 @@ class Plan:
     """The kernels, if `run` launches them on the call's tensors; None if it copies or rewrites."""
     checks_fit: bool = False
     """Whether each call must check that the mask and the score fit its sizes."""
+    shape: Shape | None = None
+    """The sizes of a call over pages."""
 
 
 def _rewritten(
@@ -148,7 +157,18 @@ def _regrouped(
     return ungroup(out, step, rows), ungroup(public_lse(lse), step, rows)
 
 
-def _new_plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Changes) -> Plan:
+def _new_plan(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Changes, form: Form | None
+) -> Plan:
+    checks_fit = changes.score is not None or kind_of_mask(changes.given).checks_lengths
+    if form is not None:
+        q, k, v = form.seen(q, k, v)
+        problem, kernels = problem_of_sizes(form.shape, q, k, v, changes, page=k.shape[2]), None
+        if not computes_by_torch(q.device):
+            key = problem.bucket, q.device, form.is_aligned, False, form.integers
+            kernels = plans.by_problem.get(key, lambda: Kernels(*key))
+        run = partial(run_pages, kernels, form)
+        return Plan(run, problem.head_dim_qk**-0.5, kernels=kernels, checks_fit=checks_fit)
     lengths = changes.kv_lengths
     if lengths is not None:
         check_kv_lengths(lengths)
@@ -156,7 +176,6 @@ def _new_plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Change
             raise InvalidProblem("kv_lengths must hold values, got a tensor on the meta device")
     if (rewritten := _rewritten(q, k, v, changes)) is not None:
         return Plan(*rewritten, rewrites=True)
-    checks_fit = changes.score is not None or kind_of_mask(changes.given).checks_lengths
     problem = problem_of(q, k, v, changes)
     scale = problem.head_dim_qk**-0.5
     integers: tuple[torch.dtype, ...] = ()

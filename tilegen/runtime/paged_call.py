@@ -1,4 +1,4 @@
-"""Check calls over the pages of a cache and bring them into the form that kernels take."""
+"""Calls over the pages of a cache: their checks, their form as kernels see it, and their run."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from typing import Any
 import torch
 
 from tilegen.bounded_cache import BoundedCache
-from tilegen.emit.identity import VECTOR_BYTES, is_aligned
+from tilegen.emit.identity import is_aligned
 from tilegen.errors import InvalidProblem
-from tilegen.launch.autograd import addressable
-from tilegen.launch.changes import Changes
-from tilegen.launch.kernels import READABLE
+from tilegen.kernels.layout import Laid, strides_like
+from tilegen.kernels.split_kv import Requests, Views
+from tilegen.launch.autograd import addressable, refuse_gradients
+from tilegen.launch.changes import Changes, Pages
+from tilegen.launch.kernels import READABLE, Kernels
+from tilegen.masks.shapes import Shape
+from tilegen.masks.tensors import tensors_of
 from tilegen.masks.values import is_checked
 from tilegen.problem import PAGES
 from tilegen.runtime.call import DTYPES, check_axes, form_of, shown, values_in_keys
@@ -23,257 +27,265 @@ QUERY_AXES = "requests, heads, seqlen, head_dim", "total, heads, head_dim"
 """Dimensions of the queries without `q_starts`, and with them."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """Views that bring the tensors of a call into the form that kernels take; shared by calls
-    whose tensors have the same sizes and strides."""
+    """What the facts of a call over pages determine: sizes, views, and which tensors are copied."""
 
-    q: tuple[tuple[int, ...], tuple[int, ...]]
-    """Size and strides."""
-    k: tuple[tuple[int, ...], tuple[int, ...]]
-    v: tuple[tuple[int, ...], tuple[int, ...]]
-    out: tuple[tuple[int, ...], tuple[int, ...]] | None
+    views: Views
+    shape: Shape
+    """Requests, query heads, and the most queries and keys of a request."""
+    is_aligned: bool
+    """Whether addresses, strides and rows of q, the pages and the result are multiples of 16
+    bytes."""
+    latent: bool
+    """Whether values are the first columns of the keys: see `values_in_keys`."""
+    integers: tuple[torch.dtype, ...]
+    """The dtypes of the block table, the lengths and the starts of queries, as kernels read
+    them."""
     q_starts: torch.Tensor | None
-    """Start of each request's queries, unless the caller passes `q_starts`."""
-    longest_q: int
-
-    def applied(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        block_table: torch.Tensor,
-        lengths: torch.Tensor,
-        q_starts: torch.Tensor | None,
-        out: torch.Tensor | None,
-    ) -> PagedCall:
-        """Return the call for other tensors of the same sizes and strides."""
-        starts = self.q_starts if q_starts is None else q_starts
-        assert starts is not None
-        return PagedCall(
-            q.as_strided(*self.q),
-            k.as_strided(*self.k),
-            v.as_strided(*self.v),
-            block_table,
-            lengths,
-            starts,
-            self.longest_q,
-            None if out is None or self.out is None else out.as_strided(*self.out),
-        )
-
-
-@dataclass(slots=True)
-class PagedCall:
-    """A call in the form that kernels take: the queries of all requests one after the other, pages
-    as (pages, heads, keys, head dim)."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    block_table: torch.Tensor
-    lengths: torch.Tensor
-    q_starts: torch.Tensor
-    longest_q: int
-    out: torch.Tensor | None = None
-    """View of the caller's result tensor as kernels write it, (1, heads, queries, d_v)."""
-
-    @property
-    def requests(self) -> int:
-        """The number of requests."""
-        return self.lengths.shape[0]
-
-    @property
-    def integers(self) -> tuple[torch.dtype, ...]:
-        """The dtypes of the block table, the lengths and the starts of queries."""
-        return self.block_table.dtype, self.lengths.dtype, self.q_starts.dtype
-
-    @property
-    def is_aligned(self) -> bool:
-        """Whether addresses, strides and rows of q, the pages and the result are multiples of 16
-        bytes."""
-        q, k, v = self.q, self.k, self.v
-        if self.out is not None and not is_aligned(self.out):
-            return False
-        qh, qm = q.stride()[1:3]
-        kb, kh, kn, _ = k.stride()
-        vb, vh, vn, _ = v.stride()
-        sizes = qh | qm | kb | kh | kn | vb | vh | vn | q.shape[3] | v.shape[3]
-        addresses = q.data_ptr() | k.data_ptr() | v.data_ptr()
-        if not (sizes * q.element_size() | addresses) % VECTOR_BYTES:
-            return True
-        return all(map(is_aligned, (q, k, v)))  # which ignores strides of dimensions of size 1
-
-    def key(self, longest_kv: int, changes: Changes) -> Any:
-        """Return the plan-cache key of a call. The numbers of requests, queries and keys enter as
-        power-of-two buckets."""
-        q, v = self.q, self.v
-        score = None if changes.score is None else form_of(changes)
-        _, heads, _, width = q.shape
-        _, heads_kv, page, v_width = v.shape
-        return (
-            *("paged", heads, heads_kv, width, v_width, page),
-            *((self.requests - 1).bit_length(), (self.longest_q - 1).bit_length()),
-            *((longest_kv - 1).bit_length(), q.dtype, q.device, self.is_aligned),
-            *self.integers,
-            *(changes.kind, score, values_in_keys(q, self.k, v)),
-        )
+    """The start of each request's queries, unless the caller passes `q_starts`."""
+    copies_q: bool
+    converts: bool
+    """Whether kernels cannot read the caller's tables and lengths as they are."""
+    writes_out: bool
+    """Whether kernels can write the caller's tensor for the result."""
 
     @classmethod
-    def of(
-        cls,
-        q: Any,
-        k: Any,
-        v: Any,
-        block_table: Any,
-        lengths: Any,
-        q_starts: Any,
-        longest_q: int | None,
-        layout: str,
-    ) -> PagedCall:
-        """Make a call from the arguments of `attention_paged`. Raises InvalidProblem if they do not
-        fit together."""
-        _check(q, k, v, block_table, lengths, q_starts, longest_q, layout)
-        if layout == "NHD":
+    def of(cls, q: Any, k: Any, v: Any, pages: Pages) -> Form:
+        """Make the form of a call. Raises InvalidProblem if the arguments do not fit together."""
+        check_pages(q, k, v, pages)
+        if pages.layout == "NHD":
             k, v = k.transpose(1, 2), v.transpose(1, 2)
-        tables = readable(block_table), readable(lengths)
-        if q_starts is None:
-            requests, heads, longest, width = q.shape
-            q_starts = even_starts(requests, longest, q.device, tables[1].dtype)
-            # A view if the heads of a row lie together in memory.
-            q = q.transpose(1, 2).reshape(requests * longest, heads, width)
+        table, lengths = readable(pages.block_table), readable(pages.lengths)
+        converts = table is not pages.block_table or lengths is not pages.lengths
+        made, longest_q = None, pages.max_q_length or 0
+        if pages.q_starts is None:
+            longest_q = q.shape[2]
+            starts = made = even_starts(len(lengths), longest_q, q.device, lengths.dtype)
         else:
-            q_starts, longest = readable(q_starts), longest_q or 0
-        rows = q.transpose(0, 1).unsqueeze(0)
-        rows = rows if addressable(rows) else rows.contiguous()
-        return cls(rows, k, v, *tables, q_starts, longest)
-
-    def rows_of(self, out: torch.Tensor, *, is_packed: bool) -> torch.Tensor | None:
-        """View the caller's result tensor as kernels write it, (1, heads, rows, head dim). Returns
-        None if no such view exists, so that the result must be copied. Raises InvalidProblem."""
-        check_axes("out", out, QUERY_AXES[is_packed])
-        rows, heads, dim = self.q.shape[2], self.q.shape[1], self.v.shape[3]
-        shape = (rows, heads, dim)
-        if not is_packed:
-            shape = (self.requests, heads, rows // self.requests, dim)
-        if out.shape != shape or out.dtype != self.q.dtype or out.device != self.q.device:
-            raise InvalidProblem(
-                f"out must be {shape} {self.q.dtype} on {self.q.device}, got {shown(out)}"
-            )
-        if out.stride(-1) != 1 and dim > 1:
-            raise InvalidProblem(
-                f"out must have a dense last dimension, got strides {out.stride()} for "
-                f"{tuple(out.shape)}"
-            )
-        view = out if is_packed else out.transpose(1, 2)
-        try:
-            view = view.view(1, rows, heads, dim).transpose(1, 2)
-        except RuntimeError:  # the heads of a row do not lie together in memory
-            return None
-        return view if addressable(view) else None
-
-    def form_of(
-        self,
-        q: torch.Tensor,
-        table: torch.Tensor,
-        lengths: torch.Tensor,
-        starts: torch.Tensor | None,
-        out: torch.Tensor | None,
-    ) -> Form | None:
-        """Return the views to reuse for tensors of the same sizes and strides as those that the
-        caller passed. Returns None if a tensor was copied."""
-        is_view = self.q.data_ptr() == q.data_ptr()
-        same = self.block_table is table and self.lengths is lengths
-        if not (is_view and same and (starts is None or self.q_starts is starts)):
-            return None
-        if out is not None and self.out is None:
-            return None
-        q_form, k_form, v_form = ((x.shape, x.stride()) for x in (self.q, self.k, self.v))
-        written = None if self.out is None else (self.out.shape, self.out.stride())
-        return Form(
-            q_form,
-            k_form,
-            v_form,
-            written,
-            self.q_starts if starts is None else None,
-            self.longest_q,
+            starts = readable(pages.q_starts)
+            converts |= starts is not pages.q_starts
+        rows = rows_of(q)
+        result = None if pages.out is None else _view_of_result(pages, rows, v)
+        seen = (rows, k, v) if result is None else (rows, k, v, result)
+        shape = Shape(
+            *(len(lengths), rows.shape[1], longest_q),
+            _longest_kv(table.shape[1] * k.shape[2], pages.max_kv_length),
+        )
+        return cls(
+            views=_views(*seen, requests=None if made is None else len(lengths)),
+            shape=shape,
+            is_aligned=all(map(is_aligned, seen)),
+            latent=values_in_keys(rows, k, v),
+            integers=(table.dtype, lengths.dtype, starts.dtype),
+            q_starts=made,
+            copies_q=rows.data_ptr() != q.data_ptr(),
+            converts=converts,
+            writes_out=result is not None,
         )
 
-    def longest_kv(self, given: int | None) -> int:
-        """Return the upper bound on the keys of a request. Where values are checked, raises
-        InvalidProblem for lengths, starts and pages out of range."""
-        room = self.block_table.shape[1] * self.k.shape[2]
-        if given is not None and (not isinstance(given, int) or not 1 <= given <= room):
-            raise InvalidProblem(
-                f"max_kv_length must be 1..{room}, what the block table has room for, got {given!r}"
-            )
-        longest = room if given is None else given
-        if is_checked(self.lengths):
-            most, queries = int(self.lengths.max()), self.q_starts.diff()
-            if not 0 <= int(self.lengths.min()) <= most <= longest:
-                raise InvalidProblem(
-                    f"kv_lengths must be 0..{longest}, got {self.lengths.tolist()}"
-                )
-            if int(queries.min()) < 0 or int(queries.max()) > self.longest_q:
-                raise InvalidProblem(
-                    f"q_starts must rise by at most {self.longest_q}, got {self.q_starts.tolist()}"
-                )
-            if int(self.q_starts[0]) < 0 or int(self.q_starts[-1]) > self.q.shape[2]:
-                raise InvalidProblem(
-                    f"q_starts must be 0..{self.q.shape[2]}, got {self.q_starts.tolist()}"
-                )
-            pages = -(-self.lengths // self.k.shape[2])
-            for row, count in zip(self.block_table, pages.tolist(), strict=True):
-                used = row[:count]
-                if count and not 0 <= int(used.min()) <= int(used.max()) < len(self.k):
-                    raise InvalidProblem(
-                        f"block_table must name pages 0..{len(self.k) - 1}, got {used.tolist()}"
-                    )
-        return longest
+    def seen(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return q, k and v as kernels see them."""
+        q = rows_of(q) if self.copies_q else q
+        of_q, of_k, of_v = zip(self.views.inputs[:3], self.views.inputs[3:], strict=True)
+        return q.as_strided(*of_q), k.as_strided(*of_k), v.as_strided(*of_v)
+
+    def key(self, q: torch.Tensor, changes: Changes) -> Any:
+        """Return the plan-cache key of a call. The numbers of requests, queries and keys enter as
+        power-of-two buckets."""
+        shape, score = self.shape, None if changes.score is None else form_of(changes)
+        (_, heads, _, width), _, (_, heads_kv, page, v_width) = self.views.inputs[:3]
+        sizes = (shape.batch, shape.seqlen_q, shape.seqlen_kv)
+        return (
+            *("paged", heads, heads_kv, width, v_width, page),
+            *((size - 1).bit_length() for size in sizes),
+            *(q.dtype, q.device, self.is_aligned, self.latent, *self.integers),
+            *(changes.kind, score),
+        )
 
 
-def facts_of_pages(
-    tensors: tuple[Any, ...], bounds: tuple[Any, ...], changes: Changes
-) -> tuple[Any, ...] | None:
-    """Return everything that the plan and the views of a call depend on. Returns None if they also
-    depend on values, or if an argument is not a tensor."""
-    q, k, v, table, lengths, starts, out = tensors
+def run_pages(
+    kernels: Kernels | None,
+    form: Form,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    changes: Changes,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute (out, lse) of a call over pages, as `attention_paged` returns them. Without kernels
+    PyTorch computes them."""
+    pages, shape, views = changes.pages, form.shape, form.views
+    assert pages is not None
+    refuse_gradients(q, k, v, changes.score)
+    table, lengths = pages.block_table, pages.lengths
+    starts: Any = pages.q_starts if form.q_starts is None else form.q_starts
+    if form.converts:
+        table, lengths, starts = readable(table), readable(lengths), readable(starts)
+    out = pages.out if form.writes_out else None
+    requests = Requests(table, lengths, starts, shape.seqlen_q, shape.seqlen_kv, views, out)
+    if is_checked(lengths):
+        _check_values(requests, views)
+    if kernels is None:
+        result, lse = by_request(*form.seen(q, k, v), scale, changes, requests, views)
+    else:
+        if form.copies_q:
+            q = rows_of(q)
+        if changes.score is not None:
+            changes = changes.on(q.device)
+        result, lse = kernels.forward(q, k, v, scale, changes, requests)
+        if lse.dim() == 4:  # pairs (1, heads, 2, queries), of which the first are public
+            size, (*of_requests, of_heads, _) = views.lse
+            lse = lse.as_strided(size, (*of_requests, 2 * of_heads, 1))
+    if pages.out is not None and result is not pages.out:
+        result = pages.out.copy_(result)
+    return result, lse
+
+
+def by_request(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    changes: Changes,
+    requests: Requests,
+    views: Views,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute (out, lse) with PyTorch in fp32, request by request."""
+    from tilegen.check.reference import attention_reference
+
+    bounds, page = (requests.longest_q, requests.longest_kv), k.shape[2]
+    shape = Shape(len(requests.lengths), q.shape[1], *bounds)
+    tensors_of(changes.given, shape, q.device)  # for its checks of sizes
+    result = torch.empty_strided(*views.out, dtype=q.dtype, device=q.device)
+    size = views.written[0]
+    out = result.as_strided(size, strides_like(q, size[3])).zero_()
+    lse = torch.full(q.shape[:3], float("-inf"), device=q.device)
+    starts, lengths = requests.q_starts.tolist(), requests.lengths.tolist()
+    for i, (first, end, length) in enumerate(zip(starts, starts[1:], lengths, strict=False)):
+        if first == end:
+            continue
+        if not length:
+            if changes.sinks is not None:
+                lse[0, :, first:end] = changes.sinks.float()[:, None]
+            continue
+        used = requests.block_table[i, : -(-length // page)].long()
+        keys, values = (x[used].transpose(0, 1).flatten(1, 2)[None, :, :length] for x in (k, v))
+        out[:, :, first:end], lse[:, :, first:end] = attention_reference(
+            *(x.float() for x in (q[:, :, first:end], keys, values)),
+            mask=changes.given,
+            score=changes.score,
+            scale=scale,
+            entry=i,
+        )
+    return result, lse.as_strided(*views.lse)
+
+
+def rows_of(q: torch.Tensor) -> torch.Tensor:
+    """Return the queries of all requests one after the other, (1, heads, queries, head dim): a view
+    if the heads of a row lie together in memory."""
+    if q.dim() == 4:
+        q = q.transpose(1, 2).reshape(-1, q.shape[1], q.shape[3])
+    rows = q.transpose(0, 1).unsqueeze(0)
+    return rows if addressable(rows) else rows.contiguous()
+
+
+def _views(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    result: torch.Tensor | None = None,
+    *,
+    requests: int | None,
+) -> Views:
+    """Return the views of a call, from tensors as kernels see them. `requests` is their number if
+    each has as many queries, None for packed queries."""
+    (_, heads, rows, _), width = q.shape, v.shape[3]
+    _, of_heads, of_rows, _ = strides = strides_like(q, width)
+    written = (1, heads, rows, width), strides
+    out: Laid = (rows, heads, width), (of_rows, of_heads, 1)
+    lse: Laid = (heads, rows), (rows, 1)
+    if requests is not None:
+        each = rows // requests
+        out = (requests, heads, each, width), (each * of_rows, of_heads, of_rows, 1)
+        lse = (requests, heads, each), (each, rows, 1)
+    return Views(
+        inputs=(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()),
+        written=written if result is None else (result.shape, result.stride()),
+        out=out,
+        lse=lse,
+    )
+
+
+def _view_of_result(pages: Pages, q: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:
+    """View the caller's result tensor as kernels write it, (1, heads, rows, head dim). Returns
+    None if no such view exists, so that the result must be copied. Raises InvalidProblem."""
+    out, is_packed = pages.out, pages.q_starts is not None
+    assert out is not None
+    _, heads, rows, _ = q.shape
+    dim, requests = v.shape[3], len(pages.lengths)
+    shape = (rows, heads, dim) if is_packed else (requests, heads, rows // requests, dim)
+    if out.shape != shape or out.dtype != q.dtype or out.device != q.device:
+        raise InvalidProblem(f"out must be {shape} {q.dtype} on {q.device}, got {shown(out)}")
+    if out.stride(-1) != 1 and dim > 1:
+        raise InvalidProblem(
+            f"out must have a dense last dimension, got strides {out.stride()} for "
+            f"{tuple(out.shape)}"
+        )
+    view = out if is_packed else out.transpose(1, 2)
     try:
-        if changes.score is not None or changes.given.values or is_checked(lengths):
-            return None
-        k_at, v_at = k.data_ptr(), v.data_ptr()
-        offset = (
-            q.data_ptr() | k_at | v_at | (0 if out is None else out.data_ptr())
-        ) % VECTOR_BYTES
-        laid = [
-            (x.shape, x.stride(), x.dtype, x.device)
-            for x in (q, k, v, table, lengths, *(x for x in (starts, out) if x is not None))
-        ]
-    except (AttributeError, RuntimeError):  # not tensors: checks raise an error that names them
+        view = view.view(1, rows, heads, dim).transpose(1, 2)
+    except RuntimeError:  # the heads of a row do not lie together in memory
         return None
-    given = starts is None, out is None
-    return "paged", changes.kind, laid, offset, k_at == v_at, bounds, given  # differs early: kind
+    return view if addressable(view) else None
 
 
-def _check(
-    q: Any,
-    k: Any,
-    v: Any,
-    block_table: Any,
-    lengths: Any,
-    q_starts: Any,
-    longest_q: int | None,
-    layout: str,
-) -> None:
-    """Raise InvalidProblem if the arguments do not fit together, naming the argument."""
+def _longest_kv(room: int, given: int | None) -> int:
+    """Return the upper bound on the keys of a request. Raises InvalidProblem."""
+    if given is not None and (not isinstance(given, int) or not 1 <= given <= room):
+        raise InvalidProblem(
+            f"max_kv_length must be 1..{room}, what the block table has room for, got {given!r}"
+        )
+    return room if given is None else given
+
+
+def _check_values(requests: Requests, views: Views) -> None:
+    """Raise InvalidProblem for lengths, starts and pages out of range."""
+    table, lengths, starts = requests.block_table, requests.lengths, requests.q_starts
+    (_, _, rows, _), (pages, _, page, _) = views.inputs[:2]
+    queries = starts.diff()
+    if not 0 <= int(lengths.min()) <= int(lengths.max()) <= requests.longest_kv:
+        raise InvalidProblem(f"kv_lengths must be 0..{requests.longest_kv}, got {lengths.tolist()}")
+    if int(queries.min()) < 0 or int(queries.max()) > requests.longest_q:
+        raise InvalidProblem(
+            f"q_starts must rise by at most {requests.longest_q}, got {starts.tolist()}"
+        )
+    if int(starts[0]) < 0 or int(starts[-1]) > rows:
+        raise InvalidProblem(f"q_starts must be 0..{rows}, got {starts.tolist()}")
+    for row, count in zip(table, (-(-lengths // page)).tolist(), strict=True):
+        used = row[:count]
+        if count and not 0 <= int(used.min()) <= int(used.max()) < pages:
+            raise InvalidProblem(f"block_table must name pages 0..{pages - 1}, got {used.tolist()}")
+
+
+def check_pages(q: Any, k: Any, v: Any, pages: Pages) -> None:
+    """Raise InvalidProblem if the arguments of a call do not fit together, naming the argument."""
+    block_table, lengths, q_starts = pages.block_table, pages.lengths, pages.q_starts
+    layout, longest_q = pages.layout, pages.max_q_length
     page = page_axes(layout)
     for name, x, axes in (
         ("q", q, QUERY_AXES[q_starts is not None]),
         *(("k_pages", k, page), ("v_pages", v, page)),
         ("block_table", block_table, "requests, pages of one"),
         ("kv_lengths", lengths, "requests"),
-        *([("q_starts", q_starts, "requests + 1")] if q_starts is not None else []),
+        *([] if q_starts is None else [("q_starts", q_starts, "requests + 1")]),
+        *([] if pages.out is None else [("out", pages.out, QUERY_AXES[q_starts is not None])]),
     ):
         check_axes(name, x, axes)
+        if x.layout is not torch.strided:
+            raise InvalidProblem(f"{name} must be a dense tensor, got layout {x.layout}")
         if not x.numel():
             raise InvalidProblem(f"{name} must not be empty, got shape {tuple(x.shape)}")
         if x.device != q.device:
