@@ -174,6 +174,7 @@ def test_a_record_counts_for_the_torch_that_made_it(changed: dict[str, str]) -> 
         ("hq8 q64 d64 bf16 causal", BACKENDS),
         ("hq8 q64 kv256 d64 fp16 full", BACKENDS),
         ("hq8 hkv2 q64 d64 bf16 full", ("cudnn", "flash")),
+        ("hq8 q64 kv256 d64 fp16 full page16", ()),
         ("hq8 q64 kv256 d64 fp16 causal", ()),
         ("hq8 q64 kv256 d64 fp16 causal(bottom_right)", ()),
         ("hq8 q64 d64 bf16 window(9,0)", ()),

@@ -177,10 +177,11 @@ def run(
     return _combined(launch, launch[FWD_SPLIT.name](q, k, v, scale), q, v)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Views:
     """The views in which kernels see the tensors of a paged call. Launches take the tensors as the
-    caller laid them out, since each view takes PyTorch a tenth of a warm call."""
+    caller laid them out, since each view takes PyTorch a tenth of a warm call. The record is never
+    changed."""
 
     inputs: tuple[tuple[int, ...], ...]
     """The shapes, then the strides, of q, k and v, as `run_paged` describes them."""

@@ -27,9 +27,10 @@ QUERY_AXES = "requests, heads, seqlen, head_dim", "total, heads, head_dim"
 """Dimensions of the queries without `q_starts`, and with them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Form:
-    """What the facts of a call over pages determine: sizes, views, and which tensors are copied."""
+    """What the facts of a call over pages determine: sizes, views, and which tensors are copied.
+    Forms are never changed, but not frozen: a frozen dataclass takes longer to make."""
 
     views: Views
     shape: Shape
@@ -53,15 +54,13 @@ class Form:
     @classmethod
     def of(cls, q: Any, k: Any, v: Any, pages: Pages) -> Form:
         """Make the form of a call. Raises InvalidProblem if the arguments do not fit together."""
-        check_pages(q, k, v, pages)
-        if pages.layout == "NHD":
-            k, v = k.transpose(1, 2), v.transpose(1, 2)
+        k, v = checked_pages(q, k, v, pages)
         table, lengths = readable(pages.block_table), readable(pages.lengths)
         converts = table is not pages.block_table or lengths is not pages.lengths
         made, longest_q = None, pages.max_q_length or 0
         if pages.q_starts is None:
             longest_q = q.shape[2]
-            starts = made = even_starts(len(lengths), longest_q, q.device, lengths.dtype)
+            starts = made = even_starts(lengths.shape[0], longest_q, q.device, lengths.dtype)
         else:
             starts = readable(pages.q_starts)
             converts |= starts is not pages.q_starts
@@ -69,11 +68,11 @@ class Form:
         result = None if pages.out is None else _view_of_result(pages, rows, v)
         seen = (rows, k, v) if result is None else (rows, k, v, result)
         shape = Shape(
-            *(len(lengths), rows.shape[1], longest_q),
+            *(lengths.shape[0], rows.shape[1], longest_q),
             _longest_kv(table.shape[1] * k.shape[2], pages.max_kv_length),
         )
         return cls(
-            views=_views(*seen, requests=None if made is None else len(lengths)),
+            views=_views(*seen, requests=None if made is None else lengths.shape[0]),
             shape=shape,
             is_aligned=all(map(is_aligned, seen)),
             latent=values_in_keys(rows, k, v),
@@ -157,7 +156,7 @@ def by_request(
     from tilegen.check.reference import attention_reference
 
     bounds, page = (requests.longest_q, requests.longest_kv), k.shape[2]
-    shape = Shape(len(requests.lengths), q.shape[1], *bounds)
+    shape = Shape(requests.lengths.shape[0], q.shape[1], *bounds)
     tensors_of(changes.given, shape, q.device)  # for its checks of sizes
     result = torch.empty_strided(*views.out, dtype=q.dtype, device=q.device)
     size = views.written[0]
@@ -225,7 +224,7 @@ def _view_of_result(pages: Pages, q: torch.Tensor, v: torch.Tensor) -> torch.Ten
     out, is_packed = pages.out, pages.q_starts is not None
     assert out is not None
     _, heads, rows, _ = q.shape
-    dim, requests = v.shape[3], len(pages.lengths)
+    dim, requests = v.shape[3], pages.lengths.shape[0]
     shape = (rows, heads, dim) if is_packed else (requests, heads, rows // requests, dim)
     if out.shape != shape or out.dtype != q.dtype or out.device != q.device:
         raise InvalidProblem(f"out must be {shape} {q.dtype} on {q.device}, got {shown(out)}")
@@ -270,8 +269,9 @@ def _check_values(requests: Requests, views: Views) -> None:
             raise InvalidProblem(f"block_table must name pages 0..{pages - 1}, got {used.tolist()}")
 
 
-def check_pages(q: Any, k: Any, v: Any, pages: Pages) -> None:
-    """Raise InvalidProblem if the arguments of a call do not fit together, naming the argument."""
+def checked_pages(q: Any, k: Any, v: Any, pages: Pages) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the pages of keys and values as views (pages, heads, keys, head dim). Raises
+    InvalidProblem if the arguments of a call do not fit together, naming the argument."""
     block_table, lengths, q_starts = pages.block_table, pages.lengths, pages.q_starts
     layout, longest_q = pages.layout, pages.max_q_length
     page = page_axes(layout)
@@ -297,7 +297,7 @@ def check_pages(q: Any, k: Any, v: Any, pages: Pages) -> None:
         )
     if layout == "NHD":
         k, v = k.transpose(1, 2), v.transpose(1, 2)
-    requests = len(lengths)
+    requests = lengths.shape[0]
     if k.shape[:3] != v.shape[:3] or k.shape[3] != q.shape[-1]:
         raise InvalidProblem(
             "pages of k and v must hold as many keys and heads, and keys of q's head dim, got "
@@ -307,16 +307,18 @@ def check_pages(q: Any, k: Any, v: Any, pages: Pages) -> None:
         raise InvalidProblem(
             f"a page must hold a power of two of at most {PAGES[-1]} keys, got {k.shape[2]}"
         )
-    if len(block_table) != requests:
+    if block_table.shape[0] != requests:
         raise InvalidProblem(
-            f"block_table must have {requests} rows, as kv_lengths has, got {len(block_table)}"
+            f"block_table must have {requests} rows, as kv_lengths has, got {block_table.shape[0]}"
         )
     if q_starts is None:
-        if len(q) != requests:
-            raise InvalidProblem(f"q must have {requests} requests, got {len(q)}")
+        if q.shape[0] != requests:
+            raise InvalidProblem(f"q must have {requests} requests, got {q.shape[0]}")
     else:
-        if len(q_starts) != requests + 1:
-            raise InvalidProblem(f"q_starts must have {requests + 1} entries, got {len(q_starts)}")
+        if q_starts.shape[0] != requests + 1:
+            raise InvalidProblem(
+                f"q_starts must have {requests + 1} entries, got {q_starts.shape[0]}"
+            )
         if not isinstance(longest_q, int) or isinstance(longest_q, bool) or longest_q < 1:
             raise InvalidProblem(
                 "with q_starts max_q_length is needed, the most queries of a request, got "
@@ -328,6 +330,7 @@ def check_pages(q: Any, k: Any, v: Any, pages: Pages) -> None:
                 f"{name} must have a dense last dimension, got strides {x.stride()} for "
                 f"{tuple(x.shape)} as (pages, heads, keys, head dim)"
             )
+    return k, v
 
 
 def page_axes(layout: Any) -> str:
