@@ -158,9 +158,14 @@ def golden(request: pytest.FixtureRequest) -> CheckGolden:
 
 @pytest.fixture(autouse=True, scope="session")
 def _own_cache_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep the user's records out of the tests, and the tests' out of the user's cache."""
+    """Keep the user's and the shipped records out of the tests, and the tests' out of the cache."""
+    from tilegen.store import places
+
+    ships_nothing = tmp_path_factory.mktemp("shipped")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TILEGEN_CACHE_DIR", str(tmp_path_factory.mktemp("tilegen-cache")))
+        # The records of a release must not decide what tests of the model and of the store see.
+        patch.setattr(places, "data_dir", lambda _: ships_nothing)
         patch.delenv("TILEGEN_CACHE_PATH", raising=False)
         patch.delenv("TILEGEN_TUNE", raising=False)
         patch.delenv("TILEGEN_DETERMINISTIC", raising=False)

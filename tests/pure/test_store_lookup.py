@@ -23,6 +23,7 @@ from tests.records import (
     place,
     record,
 )
+from tilegen import resources
 from tilegen.disk import say_once
 from tilegen.errors import Unsupported
 from tilegen.gpus.spec import gpu
@@ -51,6 +52,7 @@ def test_nothing_found_is_none_and_makes_nothing(tmp_path: Path) -> None:
 def test_locations_come_from_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path / "own"))
     monkeypatch.setenv("TILEGEN_CACHE_PATH", f"{tmp_path}/a;{tmp_path}/b")
+    monkeypatch.setattr(places, "data_dir", resources.data_dir)
     expected = [
         Location(str(tmp_path / "own"), "own"),
         Location(str(tmp_path / "a"), "shared"),

@@ -1,0 +1,46 @@
+"""The records that ship with the package: in order, and what calls on their GPU take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from tilegen import resources
+from tilegen.gpus.spec import gpu
+from tilegen.pipeline import choose
+from tilegen.problem import AttentionProblem
+from tilegen.store import Location, list_records, look_up, places
+from tilegen.task import KernelTask
+
+SHIPPED = Location(str(resources.data_dir("cache")), "shipped")
+
+
+@contextmanager
+def shipping() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(places, "data_dir", resources.data_dir)
+        yield
+
+
+def test_every_file_is_in_order_and_found_by_what_it_says() -> None:
+    listed = list_records([SHIPPED])
+    assert listed
+    for file in listed:
+        assert file.record is not None, file.trouble
+        assert not file.trouble, file.trouble
+        record = file.record
+        task = KernelTask.of(record.kernel, record.problem, gpu(record.gpu))
+        found = look_up(task, where=[SHIPPED], borrow=False)
+        assert found is not None
+        assert found.record == record
+
+
+def test_calls_take_the_measured_config() -> None:
+    problem = AttentionProblem.parse("b32 hq16 hkv16 q512 kv512 d64 bf16 full")
+    with shipping():
+        (taken,) = choose(problem, gpu("h200"), "forward").values()
+    (by_model,) = choose(problem, gpu("h200"), "forward").values()
+    assert taken.config.key == "m128n64w4s3"
+    assert taken.config != by_model.config
