@@ -100,7 +100,7 @@ def test_show() -> None:
 
 def test_explanations_and_listings_are_of_the_tile_that_a_call_launches() -> None:
     """The model's first spills here, so a call settles on another tile."""
-    problem = "b4 hq32 hkv8 q4096 d128 bf16 causal"
+    problem = "b2 hq16 hkv16 q4096 d192/128 bf16 causal"
     chosen = pipeline.choose(AttentionProblem.parse(problem), H200, may_compile=True)
     (told,) = tilegen.explain(problem, "h200", kernel="bwd_dkdv").values
     assert TileConfig(**told["config"]) == chosen["bwd_dkdv"].config

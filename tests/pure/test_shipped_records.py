@@ -38,9 +38,9 @@ def test_every_file_is_in_order_and_found_by_what_it_says() -> None:
 
 
 def test_calls_take_the_measured_config() -> None:
-    problem = AttentionProblem.parse("b32 hq16 hkv16 q512 kv512 d64 bf16 full")
+    problem = AttentionProblem.parse("b2 hq64 hkv8 q8192 kv8192 d64 bf16 window(127,0)")
     with shipping():
-        (taken,) = choose(problem, gpu("h200"), "forward").values()
-    (by_model,) = choose(problem, gpu("h200"), "forward").values()
-    assert taken.config.key == "m128n64w4s3"
+        taken = choose(problem, gpu("h200"), "backward")["bwd_dkdv"]
+    by_model = choose(problem, gpu("h200"), "backward")["bwd_dkdv"]
+    assert taken.config.key == "m32n64w4s3"
     assert taken.config != by_model.config

@@ -161,11 +161,28 @@ def test_one_warpgroup_alone_has_nobody_who_fills_its_time() -> None:
     clocks = StepClocks(
         tensor=600, exp=200, issue=300, masking=0, smem=700, exposed=1.0, asynchronous=True
     )
-    assert busy_clocks(clocks, 300, warps=4) == 700 + 300
-    assert busy_clocks(clocks, 300, warps=8) == 600 + 300, "two fill each other's time"
-    assert busy_clocks(replace(clocks, exposed=0.5), 300, warps=4) == 700 + 150
-    assert busy_clocks(replace(clocks, smem=100), 300, warps=4) == 600 + 300
-    assert busy_clocks(replace(clocks, asynchronous=False), 300, warps=4) == 600 + 300
+    assert busy_clocks(clocks, 300, alone=True) == 700 + 300
+    assert busy_clocks(clocks, 300, alone=False) == 600 + 300, "two fill each other's time"
+    half = replace(clocks, exposed=0.5)
+    assert busy_clocks(half, 300, alone=True) == 700 + 150
+    assert busy_clocks(half, 300, alone=True, lockstep=0.5) == 700 + 225
+    assert busy_clocks(half, 300, alone=False, lockstep=0.5) == 600 + 150
+    assert busy_clocks(replace(clocks, smem=100), 300, alone=True) == 600 + 300
+    assert busy_clocks(replace(clocks, asynchronous=False), 300, alone=True) == 600 + 300
+
+
+def test_a_program_alone_on_an_sm_of_hopper_starts_its_products_together() -> None:
+    """Two programs of four warps take less than one of eight, as was timed on an H200."""
+    problem = AttentionProblem.parse("b32 hq16 hkv16 q512 kv512 d64 bf16 full")
+    for kernel in ("fwd", "bwd_dq"):
+        large, small = (
+            time(tiled, replace(footprint(tiled), registers=registers)).seconds
+            for tiled, registers in (
+                (Tiled.of(kernel, problem, gpu("h200"), config("m256n64w8s3")), 255),
+                (Tiled.of(kernel, problem, gpu("h200"), config("m128n64w4s3")), 255),
+            )
+        )
+        assert 1.02 < large / small < 1.4
 
 
 def test_a_small_grid_leaves_one_warpgroup_on_each_sm() -> None:

@@ -62,7 +62,7 @@ def test_unequal_programs_leave_a_tail() -> None:
     launch = rates_of("sm_90").launch_seconds
     tail = 2 * (one.seconds - launch) - (two.seconds - launch)
     program = (one.seconds - launch) / (32 * 64 / 132)  # of mean length
-    assert 0.01 * program < tail < 0.15 * program
+    assert 0.01 * program < tail < 0.17 * program  # with the end of a light program
 
 
 def test_masked_tiles_cost_about_half_again() -> None:

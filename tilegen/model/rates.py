@@ -30,6 +30,8 @@ class Rates:
     pushed_out: float
     latency_seconds: float
     step_clk: float
+    epilogue: float
+    lockstep: float
     spilled: float
     launch_seconds: float
     following_seconds: float

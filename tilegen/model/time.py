@@ -223,6 +223,8 @@ class ProgramClocks:
     """Clocks of one step."""
     latency: float
     """Clocks from issuing a load to its data; other programs work in the meantime."""
+    epilogue: float
+    """Clocks in which results are rounded and stored."""
     wait: float
     """Clocks of a step that wait for its loads."""
     exp_after: float
@@ -236,7 +238,8 @@ class ProgramClocks:
     def ends(self) -> float:
         """Clocks before the first step and after the last: loading the stationary tile, filling the
         pipeline, storing the result."""
-        return 2 * self.latency + max(self.exp_after, self.issue_after) + self.local_once
+        after = max(self.exp_after, self.issue_after)
+        return 2 * self.latency + self.epilogue + after + self.local_once
 
 
 def _program_clocks(tiled: Tiled, clk: StepClocks, local: float, *, together: int) -> ProgramClocks:
@@ -247,7 +250,9 @@ def _program_clocks(tiled: Tiled, clk: StepClocks, local: float, *, together: in
     ahead = config.num_stages - 1 if work.passing else 0
     wait = latency / max(ahead, 1)
     if rates.exposed:
-        busy, smem = busy_clocks(clk, softmax, config.num_warps * together), clk.smem
+        warps = config.num_warps * together
+        alone = warps <= SCHEDULERS or (rates.lockstep > 0 and together == 1)
+        busy, smem = busy_clocks(clk, softmax, alone=alone, lockstep=rates.lockstep), clk.smem
         busy += rates.step_clk / together
     else:
         units = clk.tensor, softmax, clk.smem
@@ -260,6 +265,7 @@ def _program_clocks(tiled: Tiled, clk: StepClocks, local: float, *, together: in
     return ProgramClocks(
         step=_overlapped(busy, smem, wait * work.loads) + local,
         latency=latency,
+        epilogue=rates.epilogue * work.result_words / together if work.passing else 0.0,
         wait=wait * work.loads,
         exp_after=work.scores_after / gpu.exp_per_clk_per_sm,
         issue_after=after * work.scores_after / ISSUE_PER_CLK,
@@ -336,19 +342,21 @@ SCHEDULERS = 4
 """Parts of an SM that issue for their own warps, each with a share of every unit."""
 
 
-def busy_clocks(clk: StepClocks, softmax: float, warps: int) -> float:
-    """Compute the clocks for which a step keeps the `warps` of an SM busy, `softmax` of them with
-    work other than matrix products.
+def busy_clocks(clk: StepClocks, softmax: float, *, alone: bool, lockstep: float = 0.0) -> float:
+    """Compute the clocks for which a step keeps an SM busy, `softmax` of them with work other than
+    matrix products. `alone`: all warps of the SM start the same products together.
 
-    Asynchronous products read their operands from shared memory themselves. If each scheduler has a
-    single warp, as with one warpgroup alone on its SM, products take the longer of reading and
-    multiplying. The softmax follows, except for the part that the machine code issues beside
-    products (1 - `exposed`), since no other warp fills the time. Published times of synchronous
-    products do not support such a rule (benchmarks/results/published/README.md).
+    Asynchronous products read their operands from shared memory themselves. Alone, they take the
+    longer of reading and multiplying. The softmax follows, except for the part that the machine
+    code issues beside products (1 - `exposed`), of which `lockstep` is not hidden either: no other
+    warp fills the time. Published times of synchronous products do not support such a rule
+    (benchmarks/results/published/README.md).
     """
-    alone = clk.asynchronous and warps <= SCHEDULERS
-    products = max(clk.tensor, clk.smem) if alone else clk.tensor
-    return max(products + clk.exposed * softmax, softmax)
+    products, exposed = clk.tensor, clk.exposed
+    if clk.asynchronous and alone:
+        products = max(clk.tensor, clk.smem)
+        exposed += lockstep * (1 - exposed)
+    return max(products + exposed * softmax, softmax)
 
 
 def queued(warps: int, together: int, units: tuple[float, ...], *, idle: float) -> float:
