@@ -47,7 +47,7 @@ from tilegen.gpus.spec import detect, gpu
 from tilegen.kernels.registry import FORWARD, KERNELS
 from tilegen.model.splits import splits_of
 from tilegen.model.time import launch_seconds
-from tilegen.pipeline import choose_kernel
+from tilegen.pipeline import choose_by_model
 from tilegen.problem import AttentionProblem
 from tilegen.task import KernelTask, Tiled
 from tilegen.tuning.measure import DeviceLost
@@ -177,7 +177,7 @@ def as_compiled(row: Predicted) -> Predicted:
     problem, spec = AttentionProblem.parse(row.problem), gpu(GPU)
     told, seconds = [], 0.0
     for name in FORWARD[row.family].names:
-        choice = choose_kernel(KernelTask.of(name, problem, spec), may_compile=True)
+        choice = choose_by_model(KernelTask.of(name, problem, spec))
         config, built = choice.config, verdict(choice.tiled, aligned=True)
         if isinstance(built, BuildFailed):
             raise built

@@ -29,7 +29,7 @@ from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import KERNELS, direction_of
 from tilegen.kernels.spec import Direction
-from tilegen.pipeline import choose_kernel
+from tilegen.pipeline import choose_by_model
 from tilegen.problem import AttentionProblem
 from tilegen.task import KernelTask, Tiled
 
@@ -118,9 +118,7 @@ def lines(
             if kernel in before:
                 line["before"] = before[kernel].key
             if kernel in kernels:
-                config = choose_kernel(
-                    KernelTask.of(kernel, problem, spec), may_compile=True
-                ).config
+                config = choose_by_model(KernelTask.of(kernel, problem, spec)).config
                 today = compiled(problem, spec, kernel, config)
                 line |= {"after": config.key, "after_us": _us(today.seconds)}
                 if before.get(kernel) == config:

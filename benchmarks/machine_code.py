@@ -33,7 +33,7 @@ from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import KERNELS
 from tilegen.model.as_compiled import clocks_as_compiled
 from tilegen.model.resources import Resources
-from tilegen.pipeline import choose_kernel
+from tilegen.pipeline import choose_by_model
 from tilegen.problem import AttentionProblem
 from tilegen.task import KernelTask, Tiled
 
@@ -98,9 +98,9 @@ def neighbours(config: TileConfig, kernel: Kernel) -> list[TileConfig]:
 def neighbourhood(
     problem: AttentionProblem, spec: GpuSpec, kernel: Kernel, *, near: bool = True
 ) -> list[Compiled]:
-    """Return what a call would settle on, and if `near` its neighbours that compile and fit."""
+    """Return what a call without a record would settle on, and if `near` its neighbours that compile and fit."""
     task = KernelTask.of(kernel, problem, spec)
-    chosen = choose_kernel(task, may_compile=True).config
+    chosen = choose_by_model(task).config
     tried = set(search_space(task))
     longest = NEAR * estimate(task.tiled(chosen)).seconds
     others = [

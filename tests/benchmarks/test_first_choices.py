@@ -35,7 +35,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
         return SimpleNamespace(config=NEW)
 
     monkeypatch.setattr(first_choices, "compiled", compiled)
-    monkeypatch.setattr(first_choices, "choose_kernel", settled)
+    monkeypatch.setattr(first_choices, "choose_by_model", settled)
 
 
 def test_reasons_are_told_from_what_was_compiled() -> None:
