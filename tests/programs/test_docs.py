@@ -23,6 +23,9 @@ from tilegen.problem import AttentionProblem
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+CALLS = (ROOT / "tilegen" / "calls" / "README.md").read_text(encoding="utf-8")
+CLI = (ROOT / "tilegen" / "cli" / "README.md").read_text(encoding="utf-8")
+FLEET = (ROOT / "tilegen" / "fleet" / "README.md").read_text(encoding="utf-8")
 LEGEND = (ROOT / "templates" / "README.md").read_text(encoding="utf-8")
 BUNDLES = (ROOT / "tilegen" / "bundles" / "README.md").read_text(encoding="utf-8")
 EXPLAINING = (ROOT / "tilegen" / "explaining" / "README.md").read_text(encoding="utf-8")
@@ -35,7 +38,9 @@ def blocks(language: str, page: str = README) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "page", [README, MASKS, INTEGRATIONS], ids=["readme", "masks", "integrations"]
+    "page",
+    [README, CALLS, CLI, MASKS, INTEGRATIONS],
+    ids=["readme", "calls", "cli", "masks", "integrations"],
 )
 def test_python_blocks_run_and_print_what_is_shown(
     page: str, monkeypatch: pytest.MonkeyPatch
@@ -46,11 +51,11 @@ def test_python_blocks_run_and_print_what_is_shown(
     assert warm.output("\n".join(code)) == "".join(shown)
 
 
-def test_the_fleet_that_the_readme_shows_runs_as_shown(
+def test_the_fleet_on_its_page_runs_as_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In another folder; the recording says itself that nobody measured it."""
-    (block,) = [one for one in blocks("console") if "--replay" in one]
+    (block,) = [one for one in blocks("console", FLEET) if "--replay" in one]
     assert block.startswith("$ export TILEGEN_CACHE_DIR=/tmp/tilegen-example/own\n")
     monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path / "own"))
     monkeypatch.chdir(ROOT)
@@ -67,8 +72,8 @@ def test_the_fleet_that_the_readme_shows_runs_as_shown(
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))
-def test_every_command_is_in_the_readme(command: str) -> None:
-    assert f"| `tilegen {command}` |" in README
+def test_every_command_is_on_its_page(command: str) -> None:
+    assert f"| `tilegen {command}` |" in CLI
 
 
 def test_every_mask_and_score_is_on_its_page() -> None:
@@ -77,11 +82,11 @@ def test_every_mask_and_score_is_on_its_page() -> None:
         assert f"{name}(" in MASKS, name
 
 
-def test_every_setting_is_in_the_readme_and_there_are_few() -> None:
+def test_every_setting_is_on_its_page_and_there_are_few() -> None:
     names = [value for name, value in vars(settings).items() if str(value).startswith("TILEGEN_")]
     assert 1 <= len(names) <= 8
     for name in names:
-        assert f"| `{name}` |" in README
+        assert f"| `{name}` |" in CLI
 
 
 def test_shown_output_of_explain_is_real() -> None:
@@ -94,6 +99,20 @@ def test_shown_output_of_explain_is_real() -> None:
     lines = explain_lines(told)
     (shown,) = blocks("console", EXPLAINING)
     assert [line.rstrip() for line in shown.splitlines()[1:]] == [line.rstrip() for line in lines]
+
+
+def test_the_step_in_the_readme_is_emitted() -> None:
+    (command,) = re.findall(r"`tilegen show \"(.*)\" --gpu h200` prints", README)
+    shown = tilegen.show(command, "h200", kernel="fwd")
+    (step,) = blocks("triton")
+    assert step in shown.source
+
+
+def test_the_readme_is_read_in_five_minutes() -> None:
+    prose = re.sub(r"^```.*?^```", "", README, flags=re.MULTILINE | re.DOTALL)
+    prose = re.sub(r"^\|.*$", "", prose, flags=re.MULTILINE)
+    assert len(prose.split()) < 700
+    assert README.count("\n") < 170
 
 
 def test_every_template_variable_is_in_the_legend() -> None:
@@ -156,11 +175,16 @@ def test_every_argument_of_a_kernel_is_on_the_page_of_bundles() -> None:
     [
         "README.md",
         "benchmarks/README.md",
+        "benchmarks/results/h200/README.md",
         "cache/README.md",
         "templates/README.md",
+        "tests/README.md",
         "tests/gluon/README.md",
         "tests/gluon/memory_model/README.md",
+        "tilegen/CHANGES.md",
         "tilegen/bundles/README.md",
+        "tilegen/calls/README.md",
+        "tilegen/cli/README.md",
         "tilegen/integrations/README.md",
         "tilegen/explaining/README.md",
         "tilegen/fleet/README.md",
