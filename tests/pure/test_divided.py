@@ -124,6 +124,16 @@ def test_the_table_of_the_repository_is_what_the_model_predicts(tmp_path: Path) 
     assert found == kept, "python -m benchmarks.capacity"
 
 
+def test_the_page_on_integrations_shows_the_table_of_the_repository() -> None:
+    page = (Path(__file__).parents[2] / "tilegen" / "integrations" / "README.md").read_text()
+    for row in own_columns(capacity.OUT, capacity.Row)[1:]:
+        model, problem, _, splits, partials, fixed, fixed_us, divided, divided_us = row
+        requests = problem.partition(" ")[0].removeprefix("b")
+        shown = (model, requests, splits, fixed, f"{float(fixed_us):.4g}", divided)
+        ends = (f"{float(divided_us):.4g}", f"{float(partials):g}")
+        assert f"| {' | '.join((*shown, *ends))} |" in page
+
+
 def test_splits_of_short_requests_are_those_of_the_kernel() -> None:
     """By hand: 4096 keys are 32 tiles of 128, 64 of 64."""
     for model, batch, fixed, tiles in (

@@ -83,7 +83,7 @@ def test_half_of_the_traffic_is_gone() -> None:
         *("q", "k", "out", "lse")
     }
     seconds = [propose(KernelTask.of("fwd_split", one, H200), top=1)[0] for one in (DECODE, APART)]
-    assert seconds[0].estimate.seconds < 0.8 * seconds[1].estimate.seconds
+    assert seconds[0].estimate.seconds < 0.85 * seconds[1].estimate.seconds
     assert seconds[0].estimate.dram_bytes < 0.6 * seconds[1].estimate.dram_bytes
 
 

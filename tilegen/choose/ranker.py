@@ -224,7 +224,7 @@ def _cost(tiled: Tiled, time: Time, needs: Footprint) -> CostEstimate:
         registers=needs.registers,
         flops=time.flops,
         seconds=time.seconds,
-        limit=time.terms[0][0],
+        limit=time.limit,
         terms=time.terms,
         waves=time.waves,
         cost=time.cost,

@@ -133,6 +133,9 @@ class Time:
     seconds: float
     terms: tuple[tuple[str, float], ...]
     """Seconds that each unit would need by itself, the largest first."""
+    limit: str
+    """The unit that decides: `l2` or `dram` if all SMs wait for that memory, otherwise the unit of
+    an SM that is busy longest."""
     waves: float
     dram_bytes: int
     flops: int
@@ -198,17 +201,23 @@ def time(tiled: Tiled, needs: Footprint, code: StepClocks | None = None) -> Time
         "dram": on_dram,
         "latency": full.wait * per_step + 2 * full.latency * per_program,
     }
+    programs = total / gpu.clock_hz
+    of_memory = {"l2": on_l2, "dram": on_dram}
+    limit = max(of_memory, key=of_memory.__getitem__)
+    if of_memory[limit] < programs:
+        limit = max(terms.keys() - of_memory.keys(), key=terms.__getitem__)
     left = idle = 0.0
     if tiled.spec.parts:
         left = l2_seconds(gpu, replace(moved, read_bytes=0))
         idle = max(0.0, 1 - per_launch / gpu.num_sms)
     return Time(
-        seconds=max(total / gpu.clock_hz, on_l2, on_dram) + launch_seconds(tiled.task, run.count),
+        seconds=max(programs, on_l2, on_dram) + launch_seconds(tiled.task, run.count),
         terms=tuple(sorted(terms.items(), key=lambda item: -item[1])),
+        limit=limit,
         waves=waves,
         dram_bytes=dram,
         flops=int(2 * run.steps * work.multiply_adds),
-        busy_seconds=total / gpu.clock_hz if work.passing else 0.0,
+        busy_seconds=programs if work.passing else 0.0,
         left_seconds=left,
         idle=idle,
     )

@@ -71,10 +71,6 @@ def facts_of(q: Any, k: Any, v: Any, changes: Changes) -> tuple[Any, ...]:
         )
         pages = changes.pages and changes.pages.facts
     except (AttributeError, RuntimeError):  # RuntimeError: sparse and nested tensors
-        if changes.pages is not None:
-            from tilegen.runtime.paged_call import checked_pages
-
-            checked_pages(q, k, v, changes.pages)
         if lengths is not None:
             check_kv_lengths(lengths)
         names = ", ".join(_kind(x) for x in (q, k, v))

@@ -43,7 +43,7 @@ from tilegen.runtime.call import (
     widened,
 )
 from tilegen.runtime.dilation import group, ungroup
-from tilegen.runtime.paged_call import Form, run_pages
+from tilegen.runtime.paged_call import Form, checked_pages, run_pages
 from tilegen.settings import BATCH_INVARIANT
 
 
@@ -67,7 +67,12 @@ def planned(
 
 def plan_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Changes) -> Plan:
     """Return the plan of calls of this kind, making it for the first call."""
-    facts = facts_of(q, k, v, changes)
+    try:
+        facts = facts_of(q, k, v, changes)
+    except InvalidProblem:
+        if changes.pages is not None:
+            checked_pages(q, k, v, changes.pages)  # raises, with the name of the argument
+        raise
     recent: Plan | None = plans.by_call.recall(facts)
     if recent is not None:  # the same facts as a recent call, usually that of the layer before
         return recent
