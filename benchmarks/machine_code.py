@@ -98,7 +98,7 @@ def neighbours(config: TileConfig, kernel: Kernel) -> list[TileConfig]:
 def neighbourhood(
     problem: AttentionProblem, spec: GpuSpec, kernel: Kernel, *, near: bool = True
 ) -> list[Compiled]:
-    """Return what a call without a record would settle on, and if `near` its neighbours that compile and fit."""
+    """Return the config of a call without a record, and if `near` its neighbours that compile."""
     task = KernelTask.of(kernel, problem, spec)
     chosen = choose_by_model(task).config
     tried = set(search_space(task))

@@ -30,6 +30,7 @@ from tilegen.model.bounds import lower_bound_bytes
 from tilegen.model.traffic import terms_of
 from tilegen.problem import AttentionProblem
 from tilegen.task import KernelTask, PassTask
+from tilegen.units import seconds_text
 
 LARGE = "b2 hq8 hkv2 q1000 d128/64 bf16 causal"
 SMALL = "hq6 hkv2 q3000 kv5000 d576/512 bf16 causal"  # several panels a head group
@@ -315,7 +316,7 @@ def test_the_text_says_what_the_json_says(text: str) -> None:
         line.rstrip("\n") for line in lines_of_all(explained, with_passes=True)
     ]
     for one in explained:
-        assert f"{1e6 * one['time']['seconds']:.1f} us predicted" in shown
+        assert f"{seconds_text(one['time']['seconds'])} predicted" in shown
         assert f"limited by {one['time']['limit']}" in shown
         assert f"{TileConfig(**one['config'])!r}" in shown
         assert f"these tiles move {one['bound']['ratio']:.1f} times that" in shown

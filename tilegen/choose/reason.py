@@ -7,6 +7,7 @@ from tilegen.model.estimate import CostEstimate
 from tilegen.model.footprint import footprint
 from tilegen.model.on_chip import residents
 from tilegen.task import Tiled
+from tilegen.units import bytes_text, memory_text
 
 _WAITS_FOR = {
     "tensor": "the tensor cores",
@@ -35,14 +36,7 @@ def reason_of(tiled: Tiled, cost: CostEstimate) -> str:
     )
     tile = tiled.spec.loop.tile(config)
     return (
-        f"{tile}: {_size(moved)} to and from L2{bound}; waits for {waits_for}, "
+        f"{tile}: {bytes_text(moved)} to and from L2{bound}; waits for {waits_for}, "
         f"{together} program{'s' * (together > 1)} per SM with "
-        f"{_size(cost.smem_bytes)} and {cost.registers} registers{spills}"
+        f"{memory_text(cost.smem_bytes)} and {cost.registers} registers{spills}"
     )
-
-
-def _size(count: int) -> str:
-    for unit, scale in (("GB", 1e9), ("MB", 1e6)):
-        if count >= scale:
-            return f"{count / scale:.1f} {unit}"
-    return f"{count / 1024:.0f} KiB"

@@ -1,29 +1,52 @@
-"""Format a candidate for `tilegen propose`."""
+"""Format candidates as the table of `tilegen propose`."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from tilegen.model.estimate import Candidate
+from tilegen.units import bytes_text, memory_text, seconds_text
+
+HEADER = (
+    "tile               predicted  by its code  limit    SMs-L2  x bound   on chip"
+    "  registers  spilled"
+)
 
 
-def candidate_line(candidate: Candidate) -> str:
-    """Format a config with its time by the model and by its machine code, and the reason for it.
-    Numbers of compiled code are marked; all others are predictions."""
+def table(candidates: Sequence[Candidate]) -> Iterator[str]:
+    """Format configs as a table, at most 100 columns wide, best first, with notes below.
+
+    `by its code` is the time by the machine code of a compiled config; its registers and spills are
+    the compiler's, marked by `*`. All other numbers are predictions.
+    """
+    yield HEADER
+    notes: dict[str, str] = {}
+    for candidate in candidates:
+        yield _row(candidate)
+        if code := candidate.compiled:
+            if code.resources is not None:
+                notes.setdefault("", f"* as compiled by Triton {code.triton}")
+            if code.objection:
+                notes[candidate.config.key] = f"{candidate.config.key} is refused: {code.objection}"
+    yield from notes.values()
+    if candidates:
+        yield f"{candidates[0].config.key}: {candidates[0].reason}"
+
+
+def _row(candidate: Candidate) -> str:
     cost, code = candidate.estimate, candidate.compiled
-    by_code = triton = ""
+    by_code, registers, spilled = "", f"{cost.registers} ", ""
     if code is not None:
         by_code = "refused"
         if code.seconds is not None and not code.objection:
-            by_code = f"{1e6 * code.seconds:.1f} us compiled"
-        triton = f"; Triton {code.triton} made"
-        if (used := code.resources) is None:
-            triton += f" nothing of it: {code.objection}"
-        else:
-            triton += (
-                f" {used.registers} registers, {used.spill_bytes} bytes spilled and "
-                f"{used.shared_bytes / 1024:.4g} KiB of shared memory of it"
-            )
-            triton += f", no call uses it: {code.objection}" if code.objection else ""
+            by_code = seconds_text(code.seconds)
+        if (used := code.resources) is not None:
+            registers, spilled = f"{used.registers}*", f"{used.spill_bytes}*"
+    moved = cost.read_bytes + cost.write_bytes
+    # The bound is 0 where a kernel only hands intermediates on and the mask keeps no pair.
+    over_bound = f"{moved / least:.1f}" if (least := cost.lower_bound_bytes) else "-"
     return (
-        f"{candidate.config.key:14}{1e6 * cost.seconds:9.1f} us predicted {by_code:>19}  "
-        f"{cost.limit:8}{candidate.reason}{triton}"
-    )
+        f"{candidate.config.key:19} {seconds_text(cost.seconds):>8}  {by_code:>11}  {cost.limit:7} "
+        f"{bytes_text(moved):>7}  {over_bound:>7}  {memory_text(cost.smem_bytes):>8}  "
+        f"{registers:>9}  {spilled:>7}"
+    ).rstrip()

@@ -19,7 +19,7 @@ from rich.logging import RichHandler
 from tilegen import api
 from tilegen.cli.bundle import bundle, generate
 from tilegen.cli.cache import cache_app
-from tilegen.cli.candidates import candidate_line
+from tilegen.cli.candidates import table
 from tilegen.cli.fleet import fleet_app, worker
 from tilegen.cli.options import (
     ByModel,
@@ -167,8 +167,8 @@ def propose(
         return
     if parsed.rewriting:
         console.print(parsed.rewriting)
-    for candidate in candidates:
-        console.print(candidate_line(candidate))
+    for line in table(candidates):
+        console.print(line)
 
 
 @app.command()

@@ -47,6 +47,7 @@ from tilegen.pipeline import choose_kernel, joined_to
 from tilegen.problem import AttentionProblem
 from tilegen.task import KernelTask, Tiled
 from tilegen.theory.regimes import critical_head_dim
+from tilegen.units import seconds_text
 
 BY_MODEL = "the model's ranking alone; without --model, what a call would launch"
 
@@ -337,7 +338,7 @@ def _versus(task: KernelTask, chosen: Candidate, other: Candidate) -> dict[str, 
     if waves[0] != waves[1]:
         differences.append(f"{waves[0]} waves, not {waves[1]}")
     if abs(grown[term]) >= 0.001 * mine.seconds:
-        differences.append(f"{term} {1e6 * grown[term]:+.1f} us")
+        differences.append(f"{term} {'+' * (grown[term] > 0)}{seconds_text(grown[term])}")
     if theirs.limit != mine.limit:
         differences.append(f"limited by {theirs.limit}")
     return {

@@ -19,6 +19,7 @@ from tilegen.model.on_chip import residents
 from tilegen.model.resources import StepCode
 from tilegen.pipeline import choose_kernel
 from tilegen.task import KernelTask
+from tilegen.units import seconds_text
 
 SHOWN = 128 * 128
 """Number of scores for which clocks are shown, so that tiles can be compared."""
@@ -114,8 +115,8 @@ def static_lines(facts: dict[str, Any]) -> Iterator[str]:
                 "program"
             )
         yield (
-            f"  predicted {1e6 * facts['predicted_seconds']:.1f} us, "
-            f"{1e6 * facts['seconds']:.1f} us with these clocks"
+            f"  predicted {seconds_text(facts['predicted_seconds'])}, "
+            f"{seconds_text(facts['seconds'])} with these clocks"
         )
     else:
         yield "  no loop whose matrix products are a step's: the model's own clocks count"

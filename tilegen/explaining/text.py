@@ -14,6 +14,7 @@ from tilegen.explaining.alternatives import with_alternatives
 from tilegen.explaining.formulas import latex
 from tilegen.explaining.mask_effect import mask_lines
 from tilegen.kernels.config import TileConfig
+from tilegen.units import bytes_text, memory_text, seconds_text
 
 if TYPE_CHECKING:
     from tilegen.gpus.spec import GpuSpec
@@ -96,19 +97,19 @@ def pass_lines(facts: dict[str, Any]) -> list[str]:
     ]
     lines += [f"             {name:12} left out: {why}" for name, why in way["left_out"].items()]
     lines += [
-        f"  traffic    {_bytes(moved)} between SMs and L2, {bound['ratio']:.1f} times the lower "
-        f"bound of the pass: {_bound(bound)}",
-        f"  regime     {regime['regime']}: M = {_bytes(regime['m_bytes'])} = "
+        f"  traffic    {bytes_text(moved)} between SMs and L2, {bound['ratio']:.1f} times the "
+        f"lower bound of the pass: {_bound(bound)}",
+        f"  regime     {regime['regime']}: M = {bytes_text(regime['m_bytes'])} = "
         f"{regime['m_words']:.0f} words of {regime['dtype']}, {regime['m_over_d2']:.2f} d^2",
         f"             the theorems divide at d^2 = {regime['theorem_words']} words "
-        f"({_bytes(regime['theorem_bytes'])}), these schedules at "
-        f"{regime['dividing_words']:.0f} words ({_bytes(regime['dividing_bytes'])}); "
+        f"({bytes_text(regime['theorem_bytes'])}), these schedules at "
+        f"{regime['dividing_words']:.0f} words ({bytes_text(regime['dividing_bytes'])}); "
         f"with this M at head dim {regime['critical_head_dim']:.0f}",
     ]
     if panel := way["panel"]:
         lines.append(
-            f"  panel      {panel['rows']} query rows, {_bytes(panel['bytes'])} of scores in "
-            f"{_bytes(panel['l2_bytes'])} of L2; {panel['panels']} of them"
+            f"  panel      {panel['rows']} query rows, {bytes_text(panel['bytes'])} of scores in "
+            f"{bytes_text(panel['l2_bytes'])} of L2; {panel['panels']} of them"
         )
     choices = [
         f"{x['fast_memory'] // 1024:3} KiB    {_choice(x)}" for x in way["other_fast_memory"]
@@ -118,21 +119,23 @@ def pass_lines(facts: dict[str, Any]) -> list[str]:
 
 
 def _subject(facts: dict[str, Any]) -> str:
-    memory = f"{facts['fast_memory'] // 1024} KiB of shared memory"
+    memory = f"{memory_text(facts['fast_memory'])} of shared memory"
     return f"'{facts['problem']}' on {facts['gpu']} with {memory}"
 
 
 def _family(family: dict[str, Any]) -> str:
     kernels = ", ".join(f"{kernel['kernel']} {kernel['key']}" for kernel in family["kernels"])
-    moved = _bytes(family["read_bytes"] + family["write_bytes"])
+    moved = bytes_text(family["read_bytes"] + family["write_bytes"])
     spills = "; spills much" if family["spills"] else ""
-    return f"{family['family']:12} {1e6 * family['seconds']:9.1f} us {moved:>8}  {kernels}{spills}"
+    return (
+        f"{family['family']:12} {seconds_text(family['seconds']):>9} {moved:>8}  {kernels}{spills}"
+    )
 
 
 def _choice(family: dict[str, Any]) -> str:
     if family["family"] is None:
         return "nothing fits"
-    return f"{family['family']:12} {1e6 * family['seconds']:9.1f} us"
+    return f"{family['family']:12} {seconds_text(family['seconds']):>9}"
 
 
 def explain_lines(facts: dict[str, Any]) -> list[str]:
@@ -158,14 +161,14 @@ def explain_lines(facts: dict[str, Any]) -> list[str]:
             + (" (fp32)" if term["size"] == "fp32" else "")
             for term in traffic["formula"]
         ),
-        f"    in all {_bytes(moved[0])} read, {_bytes(moved[1])} written, with "
+        f"    in all {bytes_text(moved[0])} read, {bytes_text(moved[1])} written, with "
         f"{_values(traffic['values'])}",
         *([f"    {seeds} bytes of it are seeds, for dropout"] if seeds else []),
         *([f"    {tables} bytes of it say where requests and pages lie"] if tables else []),
         *_dram_lines(facts["dram"]),
         "",
         f"  optimum    Theta({bound['complexity']})",
-        f"  bound      {_bound(bound)} with {_bytes(bound['on_chip_bytes'])} on chip"
+        f"  bound      {_bound(bound)} with {bytes_text(bound['on_chip_bytes'])} on chip"
         + ("" if bound["ratio"] is None else f": these tiles move {bound['ratio']:.1f} times that"),
         *(
             f"    {x['name']:5} {x['text']}"
@@ -180,14 +183,14 @@ def explain_lines(facts: dict[str, Any]) -> list[str]:
         "",
         "  next best, and in what they differ",
         *(
-            f"    {other['config']:14} {1e6 * other['seconds']:8.1f} us, "
+            f"    {other['config']:14} {seconds_text(other['seconds']):>8}, "
             f"{other['slowdown']:.2f} times: {other['differs']}"
             for other in facts["next_best"]
         ),
         "",
         "  with other fast memory, or another mask",
         *(
-            f"    {other['fast_memory'] // 1024:3} KiB        {_config(other)}"
+            f"    {memory_text(other['fast_memory']):14} {_config(other)}"
             for other in facts["other_fast_memory"]
         ),
         *(f"    {other['mask']:14} {_config(other)}" for other in facts["other_masks"]),
@@ -197,14 +200,14 @@ def explain_lines(facts: dict[str, Any]) -> list[str]:
 def _config(other: dict[str, Any]) -> str:
     if other["config"] is None:
         return "nothing fits"
-    return f"{other['config']:14} {1e6 * other['seconds']:8.1f} us"
+    return f"{other['config']:14} {seconds_text(other['seconds']):>8}"
 
 
 def _dram_lines(dram: dict[str, Any]) -> Iterator[str]:
     bound = ""
     if dram["ratio"] is not None:
         bound = f", {dram['ratio']:.1f} times the lower bound with L2 and all SMs as fast memory"
-    yield f"  traffic between L2 and DRAM: {_bytes(dram['bytes'])}{bound}"
+    yield f"  traffic between L2 and DRAM: {bytes_text(dram['bytes'])}{bound}"
     if dram["formulas"]:
         yield f"    {dram['formulas'][0]['text']}"
     else:
@@ -221,18 +224,19 @@ def _time_lines(time: dict[str, Any]) -> Iterator[str]:
     parts = time["composition"]
     programs, largest = parts["programs"], parts["largest"]
     yield (
-        f"  time       {1e6 * time['seconds']:.1f} us predicted, limited by {time['limit']}; "
+        f"  time       {seconds_text(time['seconds'])} predicted, limited by {time['limit']}; "
         f"{time['waves']:.1f} waves"
     )
-    took = f"{1e6 * programs:.1f}" if programs is not None else "less"
+    took = "less" if programs is None else seconds_text(programs)
     equal = parts["equal_programs"]
     waves = "in waves, those of the last among themselves" if equal else "the longest first"
     if time["waves"] > 1 and not equal:
         waves += ", half of one as tail"
     named = {"programs": "programs", "l2": "L2", "dram": "DRAM"}[largest]
     yield (
-        f"    = max(programs {took}, L2 {1e6 * parts['l2']:.1f}, DRAM {1e6 * parts['dram']:.1f}), "
-        f"here {named}, + {1e6 * parts['launch']:.1f} for {parts['launches']} "
+        f"    = max(programs {took}, L2 {seconds_text(parts['l2'])}, "
+        f"DRAM {seconds_text(parts['dram'])}), here {named}, "
+        f"+ {seconds_text(parts['launch'])} for {parts['launches']} "
         f"launch{'es' * (parts['launches'] > 1)}"
     )
     yield (
@@ -240,17 +244,17 @@ def _time_lines(time: dict[str, Any]) -> Iterator[str]:
         "little more than the busiest"
     )
     for name, seconds in time["terms"].items():
-        yield f"    {name:8} {1e6 * seconds:10.1f} us"
+        yield f"    {name:8} {seconds_text(seconds):>10}"
 
 
 def _bound(bound: dict[str, Any]) -> str:
     others = [
-        f"{name} {_bytes(max(0, size))}"
+        f"{name} {bytes_text(max(0, size))}"
         for name, size in bound["each"].items()
         if name != bound["applies"]
     ]
     each = f"; {', '.join(others)}" if others else ""
-    return f"{_bytes(bound['bytes'])} ({bound['applies']}{each})"
+    return f"{bytes_text(bound['bytes'])} ({bound['applies']}{each})"
 
 
 def _subgrid_lines(subgrids: dict[str, Any] | None) -> Iterator[str]:
@@ -272,13 +276,6 @@ def _values(values: dict[str, float]) -> str:
         f"{name}={value:g}" if value != int(value) else f"{name}={int(value)}"
         for name, value in values.items()
     )
-
-
-def _bytes(count: float) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count:.0f} B"
 
 
 # --------------------------------------------------------------------------------------------------
