@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 CALLS = (ROOT / "tilegen" / "calls" / "README.md").read_text(encoding="utf-8")
 CLI = (ROOT / "tilegen" / "cli" / "README.md").read_text(encoding="utf-8")
+TOUR = (ROOT / "tilegen" / "README.md").read_text(encoding="utf-8")
 FLEET = (ROOT / "tilegen" / "fleet" / "README.md").read_text(encoding="utf-8")
 LEGEND = (ROOT / "templates" / "README.md").read_text(encoding="utf-8")
 BUNDLES = (ROOT / "tilegen" / "bundles" / "README.md").read_text(encoding="utf-8")
@@ -39,8 +40,8 @@ def blocks(language: str, page: str = README) -> list[str]:
 
 @pytest.mark.parametrize(
     "page",
-    [README, CALLS, CLI, MASKS, INTEGRATIONS],
-    ids=["readme", "calls", "cli", "masks", "integrations"],
+    [README, TOUR, CALLS, CLI, MASKS, INTEGRATIONS],
+    ids=["readme", "tour", "calls", "cli", "masks", "integrations"],
 )
 def test_python_blocks_run_and_print_what_is_shown(
     page: str, monkeypatch: pytest.MonkeyPatch
@@ -182,6 +183,7 @@ def test_every_argument_of_a_kernel_is_on_the_page_of_bundles() -> None:
         "tests/gluon/README.md",
         "tests/gluon/memory_model/README.md",
         "tilegen/CHANGES.md",
+        "tilegen/README.md",
         "tilegen/bundles/README.md",
         "tilegen/calls/README.md",
         "tilegen/cli/README.md",
@@ -196,6 +198,20 @@ def test_links_lead_somewhere(page: str) -> None:
     links = re.findall(r"\]\((?!https?:)([^)#]+)\)", path.read_text(encoding="utf-8"))
     for target in links:
         assert (path.parent / target).exists(), target
+
+
+def test_the_tour_names_symbols_of_the_files_that_it_links_to() -> None:
+    named = re.findall(r"((?:`\w+`(?: and )?)+) (?:in|of) \[[^\]]*\]\(([^)]+\.py)\)", TOUR)
+    assert len(named) >= 20
+    for symbols, target in named:
+        text = (ROOT / "tilegen" / target).read_text(encoding="utf-8")
+        for symbol in re.findall(r"`(\w+)`", symbols):
+            assert re.search(rf"^(?:def |class )?{symbol}\b", text, re.M), (symbol, target)
+
+
+def test_every_folder_is_in_the_tour() -> None:
+    folders = {path.parent.name for path in (ROOT / "tilegen").glob("*/__init__.py")}
+    assert folders == set(re.findall(r"^\| \[(\w+)\]", TOUR, re.M))
 
 
 def test_docstrings_name_their_result() -> None:
