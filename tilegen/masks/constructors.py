@@ -20,7 +20,7 @@ from tilegen.masks.values import (
     typical_of,
     values,
 )
-from tilegen.sympy_lock import tracing
+from tilegen.sympy_lock import one_at_a_time
 
 
 def prefix_lm(prefix: int | Values) -> Mask:
@@ -196,13 +196,16 @@ def predicate(fn: Callable[[Any, Any, Any, Any], Any]) -> Mask:
     """
     if is_traced():
         return Pending(("function", fn, "", ()))
+    return _traced(fn)
+
+
+@one_at_a_time
+def _traced(fn: Callable[[Any, Any, Any, Any], Any]) -> Mask:
     from tilegen.masks.expression_mask import mask_of_trace  # loads SymPy
     from tilegen.masks.language.texts import to_text
     from tilegen.masks.tracing.trace import trace_mask
 
-    with tracing():
-        found = trace_mask(fn)
-        # Tensors that the function makes are made again by the function alone.
-        text = "" if found.makes_tensors else to_text(found.expr)
-        how = ("function", fn, text, found.captured)
-        return noted(mask_of_trace(found), how)
+    found = trace_mask(fn)
+    # Tensors that the function makes are made again by the function alone.
+    text = "" if found.makes_tensors else to_text(found.expr)
+    return noted(mask_of_trace(found), ("function", fn, text, found.captured))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tilegen.errors import InvalidProblem
 from tilegen.masks.language.elements import ELEMENTS, kind_of
 from tilegen.masks.made import Chain, is_traced, made_once, noted
-from tilegen.sympy_lock import one_at_a_time, tracing
+from tilegen.sympy_lock import one_at_a_time
 
 if TYPE_CHECKING:
     import sympy
@@ -275,14 +275,14 @@ def score(function: Callable[..., Any]) -> Score:
     return noted(traced(function), ("function", function))
 
 
+@one_at_a_time
 def traced(function: Callable[..., Any]) -> Score:
     """Return the score that a function computes, without keeping the function."""
     from tilegen.masks.language.texts import to_text
     from tilegen.masks.tracing.trace import trace_score
 
-    with tracing():
-        found = trace_score(function)
-        text = to_text(found.expr)
+    found = trace_score(function)
+    text = to_text(found.expr)
     derived = (found.derived,) if found.makes_tensors else ()
     return Score(text, found.captured, derived=derived, unused=found.unused)
 

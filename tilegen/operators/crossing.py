@@ -83,9 +83,9 @@ def _mask(mask: Any, encoded: Crossing) -> str:
         _, function, text, captured = made
         if text:  # already traced outside of torch.compile
             return f'["keep","{text}",{encoded.places(captured)}]'
-        from tilegen.masks.tracing.compiled import trace
+        from tilegen.masks.tracing.trace import trace_compiled
 
-        traced = trace(function, is_score=False)
+        traced = trace_compiled(function, is_score=False)
         return f'["keep","{traced.text}",{encoded.places(traced.captured)}]'
     if how == "ids":
         return f'["ids",{encoded.place(made[1])},{"true" if made[2] else "false"}]'
@@ -131,9 +131,9 @@ def _score(score: Any, encoded: Crossing) -> str:
 
 
 def _function(function: Any, encoded: Crossing) -> str:
-    from tilegen.masks.tracing.compiled import trace
+    from tilegen.masks.tracing.trace import trace_compiled
 
-    traced = trace(function, is_score=True)
+    traced = trace_compiled(function, is_score=True)
     encoded.trained_places(traced.unused)
     return _spelt(traced.text, traced.captured, (), None, encoded)
 

@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
-from tilegen.masks.tracing.terms import leaves
 from tilegen.masks.values import Recipe
 
 
@@ -27,23 +25,21 @@ class _Step:
     kwargs: dict[str, Any]
 
 
-class Derived(TorchFunctionMode):
-    """Notes, while it is active, how tensors are made of others."""
+class Derived:
+    """How a function makes tensors of others."""
 
     def __init__(self) -> None:
         """`made` holds the steps by the id of what they made."""
-        super().__init__()
         self.made: dict[int, _Step] = {}
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
+    def note(
+        self, result: Any, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> None:
+        """Note the call that gave a result, where the result is a new tensor made of others."""
         if isinstance(result, torch.Tensor):
             sources = _tensors((args, kwargs))
             if sources and not any(_same_memory(result, source) for source in sources):
-                self.made.setdefault(id(result), _Step(result, func, args, kwargs or {}))
-        return result
+                self.made.setdefault(id(result), _Step(result, function, args, kwargs))
 
     def recipe(self, tensor: torch.Tensor, dtype: torch.dtype) -> Recipe | None:
         """Return a recipe for making a tensor anew, in a dtype; None for a captured tensor."""
@@ -100,4 +96,8 @@ def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    return [one for one in leaves(value) if isinstance(one, torch.Tensor)]
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, tuple | list):
+        return [tensor for one in value for tensor in _tensors(one)]
+    return [value] if isinstance(value, torch.Tensor) else []

@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from torch.nn import functional
 
 from tilegen.errors import Unsupported
-
-_OPERATORS = {
-    "and": operator.and_,
-    "or": operator.or_,
-    **{
-        name: getattr(operator, name)
-        for name in (
-            *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "xor", "lshift", "rshift"),
-            *("lt", "le", "gt", "ge", "eq", "ne", "neg", "pos", "abs", "invert"),
-        )
-    },
-}
-"""Python's operators, which take numbers on either side."""
 
 _PROMOTE = frozenset(
     "lt less le less_equal gt greater ge greater_equal eq ne not_equal where "  # noqa: SIM905
@@ -40,10 +24,11 @@ class Kinds(NamedTuple):
     result: torch.dtype
 
 
-def kinds_of(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Kinds:
-    """Return the dtypes of an operation on traced values, tensors and numbers. Raises Unsupported
+def kinds_of(
+    name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Kinds:
+    """Compute the dtypes of an operation on traced values, tables and numbers. Raises Unsupported
     where PyTorch has no such operation on these dtypes."""
-    function = _function(name, bool(kwargs))
     flat = name in _PROMOTE
     given = [_stand_in(one, flat) for one in args]
     named = {key: _stand_in(one, flat) for key, one in kwargs.items()}
@@ -52,7 +37,7 @@ def kinds_of(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Kinds:
         # A mode would note what is done here.
         with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
             return Kinds(_common(values), function(*given, **named).dtype)
-    except (TypeError, ValueError, RuntimeError, ZeroDivisionError) as error:
+    except (TypeError, ValueError, RuntimeError, IndexError, ZeroDivisionError) as error:
         reason = str(error).partition("\n")[0]
         raise Unsupported(
             f"expected an operation that PyTorch has, got {name} of "
@@ -60,34 +45,14 @@ def kinds_of(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Kinds:
         ) from None
 
 
-@lru_cache(maxsize=512)
-def _function(name: str, has_options: bool) -> Callable[..., Any]:
-    if name in _OPERATORS and not has_options:
-        return _OPERATORS[name]
-    if name in ("log_sigmoid", "logsigmoid"):
-        return functional.logsigmoid
-    places: Iterable[Any] = (functional, torch, torch.Tensor, torch.special)
-    for place in places:
-        found = getattr(place, name, None)
-        if callable(found):
-            return found
-    return getattr(torch.Tensor, f"__{name}__")
-
-
 def _stand_in(value: Any, flat: bool) -> Any:
-    """Return a tensor of ones in the place of a traced value or a tensor; a `flat` one has no
+    """Return a tensor of ones in the place of a traced value or a table; a `flat` one has no
     dimensions."""
-    match value:
-        case bool() | int() | float() | str() | None | torch.dtype():
-            return value
-        case np.generic():
-            return value.item()
-        case tuple() | list():
-            return type(value)([_stand_in(one, flat) for one in value])
-        case _ if hasattr(value, "dtype"):
-            return _ones(value.dtype, 0 if flat else value.ndim)
-        case _:
-            return value
+    if isinstance(value, tuple | list):
+        return type(value)([_stand_in(one, flat) for one in value])
+    if isinstance(value, torch.dtype) or not hasattr(value, "dtype"):
+        return value
+    return _ones(value.dtype, 0 if flat else len(value.shape))
 
 
 @lru_cache(maxsize=256)
@@ -96,7 +61,7 @@ def _ones(dtype: torch.dtype, dimensions: int) -> torch.Tensor:
 
 
 def _common(values: Iterable[Any]) -> torch.dtype:
-    """Return the dtype that values are converted to before they are computed with."""
+    """Compute the dtype that values are converted to before they are computed with."""
     numbers: Iterator[Any] = (
         one for one in values if isinstance(one, torch.Tensor | bool | int | float)
     )

@@ -15,14 +15,17 @@ from typing import Any
 import sympy
 import torch
 from sympy.core.relational import Relational
+from torch.compiler import assume_constant_result
 
-from tilegen.errors import InvalidProblem, Unsupported
+from tilegen.errors import InvalidProblem, TilegenError, Unsupported
 from tilegen.masks.language.comparisons import again, either, opposite
 from tilegen.masks.language.nodes import Where, normalise
-from tilegen.masks.language.symbols import is_condition
-from tilegen.masks.language.texts import merge, without
+from tilegen.masks.language.symbols import captured_slots, is_condition
+from tilegen.masks.language.texts import rename, to_text
 from tilegen.masks.tracing.derived import Derived
+from tilegen.masks.tracing.mode import actual, call, finished
 from tilegen.masks.tracing.tracer import Tracer
+from tilegen.sympy_lock import lock
 
 MAX_CHOICES = 8
 """Most choices between numbers (`torch.where`) in a mask that are made choices between comparisons:
@@ -46,6 +49,15 @@ class Traced:
         return any(id(tensor) in self.derived.made for tensor in (*self.captured, *self.unused))
 
 
+@dataclass(frozen=True)
+class CompiledTrace:
+    """Expression that a function computes, and the tensors of the graph that it reads."""
+
+    text: str
+    captured: list[torch.Tensor]
+    unused: list[torch.Tensor]
+
+
 def trace_mask(fn: Callable[..., Any]) -> Traced:
     """Return the predicate that `fn(b, h, q_idx, kv_idx)` computes, FlexAttention's `mask_mod`.
 
@@ -62,25 +74,52 @@ def trace_score(fn: Callable[..., Any]) -> Traced:
     return _traced(fn, "(score, b, h, q_idx, kv_idx)", is_score=True)
 
 
-def _traced(fn: Callable[..., Any], arguments: str, *, is_score: bool) -> Traced:
-    tracer = Tracer()
-    terms = tracer.arguments(is_score=is_score)
+def trace_compiled(fn: Callable[..., Any], *, is_score: bool) -> CompiledTrace:
+    """Trace a function while torch.compile traces its caller. Raises Unsupported."""
+    number, mode, told = call(fn, is_score=is_score)
+    answer = _text(number, told, is_score)
+    if isinstance(answer, str):
+        raise Unsupported(answer)
+    text, slots, unused = answer
+    tables = mode.captured
+    return CompiledTrace(text, [tables[i] for i in slots], [tables[i] for i in unused])
+
+
+@assume_constant_result
+def _text(number: int, told: Any, is_score: bool) -> Any:
+    """Return the text of a trace, the slots that it reads, and those it reads in vain; or why there
+    is none."""
     try:
-        inspect.signature(fn).bind(*terms)
+        with lock:
+            expr, slots, unused = _result(finished(number), told, is_score)
+            return to_text(expr), slots, unused
+    except TilegenError as error:
+        return str(error)
+
+
+def _traced(fn: Callable[..., Any], arguments: str, *, is_score: bool) -> Traced:
+    try:
+        inspect.signature(fn).bind(*arguments.split(", "))
     except ValueError:
         pass  # a built-in function: calling it will tell
     except TypeError:
         raise InvalidProblem(f"expected a function of {arguments}, got {fn}") from None
-    with Derived() as derived:
-        value = fn(*terms)
-    return traced(tracer, value, derived, is_score=is_score)
+    number, mode, told = call(fn, is_score=is_score)
+    expr, *slots = _result(finished(number), told, is_score)
+    captured, unused = (tuple(mode.captured[i] for i in some) for some in slots)
+    return Traced(expr, captured, unused, mode.derived)
 
 
-def traced(tracer: Tracer, value: Any, derived: Derived, *, is_score: bool) -> Traced:
-    """Return the score, or the mask, that a traced value is. Raises Unsupported."""
-    result = normalise(tracer.expression(value))
+def _result(
+    tracer: Tracer, told: Any, is_score: bool
+) -> tuple[sympy.Basic, tuple[int, ...], tuple[int, ...]]:
+    """Return the score, or the mask, that a function computes, with the slots that it reads, and
+    those it reads in vain. Raises Unsupported."""
+    result = normalise(tracer.expression(actual(tracer, told)))
     # Only tensors that still matter keep a slot: `0 * bias[q]` needs none.
-    (expr,), captured = merge([(result, tracer.captured)])
+    read = captured_slots(result)
+    places = [read.index(i) if i in read else -1 for i in range(len(tracer.read))]
+    expr: Any = rename(result, places)
     if is_condition(expr) == is_score:
         what = (
             "score function that returns a number"
@@ -88,9 +127,10 @@ def traced(tracer: Tracer, value: Any, derived: Derived, *, is_score: bool) -> T
             else "mask function that returns a bool"
         )
         raise Unsupported(f"expected a {what}, got {expr}")
-    unused = without(tracer.captured, captured)
-    expr = expr if is_score else _without_where(expr)
-    return Traced(expr, captured, unused, derived)
+    slots = [table.slot for table in tracer.read]
+    captured = tuple(slots[i] for i in read)
+    unused = tuple(slot for slot in slots if slot not in captured)
+    return expr if is_score else _without_where(expr), captured, unused
 
 
 def _without_where(expr: sympy.Basic) -> sympy.Basic:

@@ -1,0 +1,248 @@
+"""The function mode that a function of a mask or a score is called under.
+
+The function is called once, with tensors without elements. The mode is told of each operation on
+them, and hands it, as constants, to a `Tracer`, which knows the expressions. torch.compile traces
+this module with the function: it guards what the function reads, and the tensors that the function
+captures or makes are those of its graph. The tracer stays outside of the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count
+from operator import index
+from typing import Any
+
+import numpy as np
+import torch
+from cachetools import LRUCache
+from torch.compiler import assume_constant_result
+from torch.overrides import TorchFunctionMode
+
+from tilegen.errors import TilegenError, Unsupported
+from tilegen.masks.made import is_traced
+from tilegen.masks.tracing.derived import Derived
+from tilegen.masks.tracing.stand_ins import Table
+from tilegen.masks.tracing.tracer import MAX_ELEMENTS, Tracer, refusal
+from tilegen.sympy_lock import lock
+
+MAX_SESSIONS = 64
+"""Traces under way at once, in all threads."""
+LARGE = 2 * MAX_ELEMENTS
+"""Size that the tracer is told of a dimension that torch.compile must not guard."""
+_METADATA = frozenset(
+    "dim size numel stride element_size is_floating_point is_complex is_contiguous "  # noqa: SIM905
+    "__hash__ __repr__ __format__".split()
+)
+"""Methods that look at no element."""
+
+
+class Mode(TorchFunctionMode):
+    """A function's side of a trace. Values are tensors without elements, known by identity, which
+    the tracer knows by number."""
+
+    def __init__(self, number: int, values: int) -> None:
+        """`number` is that of the trace, which begins with so many values."""
+        super().__init__()
+        self.number = number
+        self.values: list[torch.Tensor] = []
+        self.captured: list[torch.Tensor] = []
+        """The tensors that the function reads, by their slot in the tracer."""
+        self.derived = Derived()
+        self.is_traced = is_traced()
+        for i in range(values):
+            self.value(_described(number, i))
+
+    def value(self, answer: Any) -> Any:
+        """Return the tensor of the tracer's answer: a value, several, or the reason for none, which
+        is raised."""
+        if isinstance(answer, str):
+            raise Unsupported(answer)
+        if isinstance(answer, list):
+            return tuple([self.value(one) for one in answer])
+        number, dtype, shape = answer
+        if number == len(self.values):
+            self.values.append(torch.empty((), dtype=dtype, device="meta").expand(shape))
+        return self.values[number]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        if not self._has_value(args) and not self._has_value(tuple(named.values())):
+            return self._made(func, args, named)
+        name = func.__name__
+        if name == "__get__":
+            return self._attribute(func, args)
+        if name in _METADATA or (name == "__len__" and args[0].ndim):
+            return func(*args, **named)
+        given = 0
+        if name == "__getitem__":
+            given = len(args[1]) if isinstance(args[1], tuple) else 1
+        told = [self.told(one, 0 if i else given) for i, one in enumerate(args)]
+        answer = _applied(
+            self.number,
+            func,
+            tuple(told),
+            tuple([(key, self.told(one)) for key, one in named.items()]),
+        )
+        return self.value(answer)
+
+    def _made(self, func: Any, args: Any, named: Any) -> Any:
+        """Do an operation on tensors that hold numbers, and note it outside of a graph."""
+        if named.get("device") == torch.device("meta"):  # a value's
+            named = {**named, "device": "cpu"}
+        found = func(*args, **named)
+        if not self.is_traced:
+            self.derived.note(found, func, args, named)
+        return found
+
+    def _attribute(self, func: Any, args: Any) -> Any:
+        found = func(*args)
+        if isinstance(found, torch.device):
+            return torch.device("cpu")  # a value is nowhere yet
+        if isinstance(found, torch.Tensor):
+            raise Unsupported(
+                f"expected a function without .{func.__self__.__name__} of traced values; "
+                "write it with torch's functions"
+            )
+        return found
+
+    def told(self, value: Any, indices: int = 0) -> Any:
+        """Return a value as the tracer reads it. With a tensor go the sizes of the dimensions that
+        are left behind so many indices, where few elements are: the function may compute with
+        them."""
+        if isinstance(value, torch.Tensor):
+            number = _place(self.values, value)
+            if number is not None:
+                return ("value", number)
+            if value.is_meta and self.is_traced:  # made of values by what the mode was not told of
+                raise Unsupported(
+                    "expected operations that torch.compile shows the tracer, which it does not "
+                    "the builtin abs, unpacked rows, or attributes such as .T and .data: write "
+                    "torch.abs(x) and row[0], or make the mask or the score outside of the "
+                    "compiled function"
+                )
+            slot = _place(self.captured, value)
+            if slot is None:
+                slot = len(self.captured)
+                self.captured.append(value)
+            return ("table", slot, value.dtype, self._sizes(value, indices))
+        if isinstance(value, tuple):
+            return ("tuple", tuple([self.told(one) for one in value]))
+        if isinstance(value, list):
+            return ("list", tuple([self.told(one) for one in value]))
+        if isinstance(value, slice):
+            return ("slice", self.told((value.start, value.stop, value.step))[1])
+        if isinstance(value, np.generic):
+            return ("constant", value.item())
+        # torch.compile may have made variables of numbers, and makes constants of them here.
+        if isinstance(value, int) and not isinstance(value, bool):
+            value = index(value)
+        elif isinstance(value, float):
+            value = value.__float__()
+        return ("constant", value)
+
+    def _sizes(self, tensor: torch.Tensor, indices: int) -> tuple[int, ...]:
+        if not self.is_traced:
+            return tuple(tensor.shape)
+        sizes = tensor.shape[indices:]
+        few: list[int] = []  # guarded as they are
+        if len(sizes) and sizes.numel() <= MAX_ELEMENTS:
+            few = [int(size) for size in sizes]
+        return tuple([LARGE] * (tensor.ndim - len(few)) + few)
+
+    def _has_value(self, given: Any) -> bool:
+        for one in given:
+            if isinstance(one, torch.Tensor):
+                if _place(self.values, one) is not None:
+                    return True
+            elif isinstance(one, (tuple, list)):
+                if self._has_value(one):
+                    return True
+            elif isinstance(one, slice) and self._has_value((one.start, one.stop, one.step)):
+                return True
+        return False
+
+
+def call(fn: Callable[..., Any], *, is_score: bool) -> tuple[int, Mode, Any]:
+    """Call a function under a mode. Return the number of the trace, the mode, and what the tracer
+    is told of the result. Raises Unsupported."""
+    number = _started(is_score)
+    mode = Mode(number, 4 + is_score)
+    arguments = list(mode.values)
+    with mode:
+        try:
+            found = fn(*arguments)
+        except TypeError as error:
+            # PyTorch's own loops ask for the dimensions alone, of which the mode tells the truth.
+            if "iteration over a 0-d tensor" not in str(error):
+                raise
+            raise refusal("__iter__", "a number") from None
+    return number, mode, mode.told(found)
+
+
+def _place(tensors: list[torch.Tensor], tensor: torch.Tensor) -> int | None:
+    for i, one in enumerate(tensors):
+        if one is tensor:
+            return i
+    return None
+
+
+# --------------------------------------------------------------------------------------------------
+# The tracer's side, which torch.compile calls while it traces. Arguments and results are constants.
+
+_tracers: LRUCache[int, Tracer] = LRUCache(MAX_SESSIONS)
+_numbers = count()
+
+
+@assume_constant_result
+def _started(is_score: bool) -> int:
+    """Return the number of a new trace, whose first values are the function's arguments."""
+    number = next(_numbers)
+    with lock:
+        _tracers[number] = Tracer(is_score=is_score)
+    return number
+
+
+@assume_constant_result
+def _applied(number: int, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Return the value that an operation gives, as `_described` does, or why there is none."""
+    tracer = _tracers[number]
+    try:
+        with lock:
+            named = {key: actual(tracer, value) for key, value in kwargs}
+            found = tracer.apply(function, [actual(tracer, one) for one in args], named)
+    except TilegenError as error:
+        return str(error)
+    answers: list[Any] = []
+    for value in found if isinstance(found, tuple) else (found,):
+        known = [i for i, one in enumerate(tracer.values) if one is value]
+        if not known:
+            tracer.values.append(value)
+        answers.append(_described(number, known[0] if known else len(tracer.values) - 1))
+    return answers if isinstance(found, tuple) else answers[0]
+
+
+@assume_constant_result
+def _described(number: int, value: int) -> tuple[int, torch.dtype, tuple[int, ...]]:
+    """Return a value's number, its dtype and its shape."""
+    found = _tracers[number].values[value]
+    return value, found.dtype, tuple(found.shape)
+
+
+def finished(number: int) -> Tracer:
+    """Return the tracer of a trace, and forget it."""
+    return _tracers.pop(number)
+
+
+def actual(tracer: Tracer, told: Any) -> Any:
+    """Return a value as the tracer takes it."""
+    match told:
+        case "value", number:
+            return tracer.values[number]
+        case "table", slot, dtype, sizes:
+            return Table(slot, dtype, sizes)
+        case ("tuple" | "list" | "slice") as kind, parts:
+            made = [actual(tracer, part) for part in parts]
+            return slice(*made) if kind == "slice" else tuple(made) if kind == "tuple" else made
+        case _:
+            return told[1]
