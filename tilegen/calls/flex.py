@@ -78,13 +78,8 @@ def from_block_mask(block_mask: Any) -> Mask:
     if is_traced():
         listed = (block_mask.kv_num_blocks, block_mask.kv_indices, *(_whole(block_mask) or ()))
         return Pending(("blocks", listed, block_mask.BLOCK_SIZE, _inside(block_mask)))
-    reads = [getattr(block_mask, name, None) for name in _READS]
-    versions = [
-        tensor._version
-        for tensor in reads
-        if isinstance(tensor, torch.Tensor) and not tensor.is_inference()
-    ]
-    return _converted_masks(block_mask, (*reads, *versions))
+    reads = tuple(getattr(block_mask, name, None) for name in _READS)
+    return _converted_masks(block_mask, reads)
 
 
 _READS = (
@@ -116,7 +111,7 @@ def _inside(block_mask: Any) -> Mask:
     return full() if fn is noop_mask else predicate(fn)
 
 
-_converted_masks = Traces(_converted)
+_converted_masks = Traces(_converted, by_elements=True)
 
 
 def _check_lengths(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> None:

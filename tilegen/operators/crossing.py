@@ -85,8 +85,8 @@ def _mask(mask: Any, encoded: Crossing) -> str:
             return f'["keep","{text}",{encoded.places(captured)}]'
         from tilegen.masks.tracing.trace import trace_compiled
 
-        traced = trace_compiled(function, is_score=False)
-        return f'["keep","{traced.text}",{encoded.places(traced.captured)}]'
+        text, captured, _ = trace_compiled(function, is_score=False)
+        return f'["keep","{text}",{encoded.places(captured)}]'
     if how == "ids":
         return f'["ids",{encoded.place(made[1])},{"true" if made[2] else "false"}]'
     if how == "packed":
@@ -133,9 +133,9 @@ def _score(score: Any, encoded: Crossing) -> str:
 def _function(function: Any, encoded: Crossing) -> str:
     from tilegen.masks.tracing.trace import trace_compiled
 
-    traced = trace_compiled(function, is_score=True)
-    encoded.trained_places(traced.unused)
-    return _spelt(traced.text, traced.captured, (), None, encoded)
+    text, captured, unused = trace_compiled(function, is_score=True)
+    encoded.trained_places(unused)
+    return _spelt(text, captured, (), None, encoded)
 
 
 def _spelt(text: str, captured: Any, sizes: Any, sinks: Any, encoded: Crossing) -> str:

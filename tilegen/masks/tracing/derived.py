@@ -35,10 +35,12 @@ class Derived:
     def note(
         self, result: Any, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> None:
-        """Note the call that gave a result, where the result is a new tensor made of others."""
+        """Note the call that gave a result, where the result is a new tensor made of others, or a
+        view that depends on others: `table[at]`."""
         if isinstance(result, torch.Tensor):
             sources = _tensors((args, kwargs))
-            if sources and not any(_same_memory(result, source) for source in sources):
+            is_new = not any(result is source for source in sources)
+            if is_new and not all(_same_memory(result, source) for source in sources):
                 self.made.setdefault(id(result), _Step(result, function, args, kwargs))
 
     def recipe(self, tensor: torch.Tensor, dtype: torch.dtype) -> Recipe | None:

@@ -1,12 +1,11 @@
 """Fingerprints of functions: what each reads besides its arguments. A trace is used while the
 fingerprint of its function is the same.
 
-A trace says what a function computed when it was called with symbols. It holds as long as the
-function is the same object and finds the same in its closure, its defaults, the globals it names
-and the attributes of the objects it reaches: numbers and texts by value, tensors by identity and
-metadata, functions and objects of Python classes by identity and by what they read in turn. A
-function that reaches anything else (arrays, caches, queues, attributes by computed names) has a
-fingerprint that equals no other, so that it is traced at each call.
+A function is remembered if all that it reads is understood: numbers and texts by value, lists and
+dicts by what they hold, tensors by identity and metadata, functions by their closure, defaults and
+the globals they name, objects of Python classes by the attributes that the functions name. Whoever
+reads anything else (arrays, caches, queues, attributes by computed names), or asks a tensor for its
+elements while it is traced, is traced at each call.
 """
 
 from __future__ import annotations
@@ -19,18 +18,14 @@ from functools import lru_cache
 from threading import RLock
 from types import (
     BuiltinFunctionType,
-    ClassMethodDescriptorType,
     CodeType,
     FunctionType,
-    GetSetDescriptorType,
     MemberDescriptorType,
-    MethodDescriptorType,
     MethodType,
     ModuleType,
     SimpleNamespace,
-    WrapperDescriptorType,
 )
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 from weakref import ref
 
 import numpy as np
@@ -39,15 +34,23 @@ from cachetools import LRUCache
 
 T = TypeVar("T")
 MAX_TRACES = 512
+MAX_COMPARED = 2**20
+"""Most elements of a tensor without a version that are compared at each call."""
 _FOREIGN = frozenset({"builtins", "functools", "math", "numpy", "operator", "sympy", "torch"})
 """Packages whose globals no user changes."""
 
-_PLAIN = (bool, int, float, complex, str, bytes)
-_FIXED = (
-    *(CodeType, torch.dtype, torch.device, range, type(...), type(NotImplemented)),
-    *(MemberDescriptorType, GetSetDescriptorType, MethodDescriptorType),
-    *(WrapperDescriptorType, ClassMethodDescriptorType),
-)
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, np.generic)
+_HOLDERS = (tuple, list, dict, set, frozenset)
+_PARTS: dict[type, tuple[str, ...]] = {
+    MethodType: ("__func__", "__self__"),
+    functools.partial: ("func", "args", "keywords"),
+    property: ("fget",),
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+    slice: ("start", "stop", "step"),
+}
+"""Kinds of objects that are what they hold."""
+_FIXED = (CodeType, torch.dtype, torch.device, range, type(...), type(NotImplemented))
 """Kinds of objects that never change."""
 _DYNAMIC = frozenset(
     "getattr vars globals locals eval exec attrgetter methodcaller import_module "  # noqa: SIM905
@@ -56,7 +59,17 @@ _DYNAMIC = frozenset(
 """Names by which code reads what its names do not tell."""
 _HEAP, _IMMUTABLE = 1 << 9, 1 << 8
 """CPython's flags of types: both for those of C, the first alone for classes in Python."""
-_HOLDERS = (tuple, list, dict, set, frozenset)
+_MAKING = ("__init__", "__new__", "__post_init__", "__repr__", "__reduce__", "__del__")
+
+
+_looks = 0
+
+
+def looked() -> None:
+    """Note that a function asks a tensor for its elements while it is traced: the trace, and what
+    any other thread traces meanwhile, is not remembered."""
+    global _looks
+    _looks += 1
 
 
 class Traces(Generic[T]):
@@ -67,8 +80,11 @@ class Traces(Generic[T]):
     many threads.
     """
 
-    def __init__(self, make: Callable[[Any], T], size: int = MAX_TRACES) -> None:
-        self._make = make
+    def __init__(
+        self, make: Callable[[Any], T], size: int = MAX_TRACES, *, by_elements: bool = False
+    ) -> None:
+        """`by_elements` says that what is made depends on the elements of tensors."""
+        self._make, self._by_elements = make, by_elements
         self._known: LRUCache[Hashable, tuple[ref[Any], list[Any], T]] = LRUCache(size)
         # Reentrant: an owner may die, and its trace with it, while this thread holds the lock.
         self._lock = RLock()
@@ -79,7 +95,7 @@ class Traces(Generic[T]):
     def __call__(self, owner: Any, reads: tuple[Any, ...] = ()) -> T:
         """Return the result for `owner`, a callable, from the cache where nothing changed; `reads`
         are further functions and tensors that the result depends on."""
-        found = fingerprint((owner, *reads))
+        found = fingerprint((owner, *reads), by_elements=self._by_elements)
         # Methods are objects that live for one access only.
         bound = isinstance(owner, MethodType)
         anchor = owner.__self__ if bound else owner
@@ -87,6 +103,7 @@ class Traces(Generic[T]):
         with self._lock:
             if (known := self._known.get(key)) and known[0]() is anchor and known[1] == found:
                 return known[2]
+        before = _looks
         made = self._make(owner)
 
         def forget(gone: ref[Any]) -> None:
@@ -99,8 +116,9 @@ class Traces(Generic[T]):
             alive = ref(anchor, forget)
         except TypeError:  # no weak references: nobody would say when it is gone
             return made
-        with self._lock:
-            self._known[key] = alive, found, made
+        if _looks == before:
+            with self._lock:
+                self._known[key] = alive, found, made
         return made
 
 
@@ -124,103 +142,110 @@ class _Same:
     __hash__ = None  # type: ignore[assignment]
 
 
-def fingerprint(roots: tuple[Any, ...]) -> list[Any]:
-    """List the values that callables read. Fingerprints are equal while all values are the same,
-    and keep nothing alive."""
-    reader = _Reader()
+@dataclass(frozen=True, eq=False)
+class _Elements:
+    """The elements of a tensor under inference mode, whose changes PyTorch does not count."""
+
+    held: torch.Tensor
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Elements):
+            return False
+        is_captured = self.held.is_cuda and torch.cuda.is_current_stream_capturing()
+        return is_captured or torch.equal(self.held, other.held)  # a capture may not wait
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def fingerprint(roots: tuple[Any, ...], *, by_elements: bool = False) -> list[Any]:
+    """List the values that callables read, and the versions of tensors where elements count.
+    Fingerprints are equal while all values are the same, and keep no object alive."""
+    reader = _Reader(by_elements)
     for root in roots:
-        reader.root(root)
+        reader.value(root)
     reader.attributes()
     return reader.facts
 
 
 class _Reader:
-    def __init__(self) -> None:
+    def __init__(self, by_elements: bool) -> None:
         self.facts: list[Any] = []
+        self._by_elements = by_elements
         self._seen: set[int] = set()
-        self._names: set[str] = set()
-        """The names of globals and attributes in the functions met so far."""
+        self._names = {"forward"}
+        """The names of globals and attributes in the functions met so far; modules name none."""
         self._objects: list[Any] = []
         """The objects met so far, whose attributes are looked at when all names are known."""
 
-    def root(self, value: Any) -> None:
-        """Note a callable, or something else that is read."""
-        self._value(value)
-        for name in ("__call__", "forward"):  # of an object; functions have no such code
-            code = getattr(type(value), name, None)
-            if isinstance(code, FunctionType):
-                self._value(code)
-
-    def _value(self, value: Any) -> None:
+    def value(self, value: Any) -> None:
         """Note what is found in a cell, a global, a default or an attribute."""
-        if value is None or isinstance(value, (*_PLAIN, np.generic)):
-            self.facts.append((type(value), repr(value)))  # which tells -0.0 and nan apart
+        kind = type(value)
+        if isinstance(value, _PLAIN):
+            self.facts.append((kind, repr(value)))  # which tells -0.0 and nan apart
             return
         if isinstance(value, torch.Tensor):
-            metadata = (value.dtype, value.shape, value.device, value.requires_grad)
-            self.facts.append((_Same.as_(value), metadata))
+            self._tensor(value)
             return
         # A list or a bound method is what it holds, and may be another object with the same in it.
         if isinstance(value, _HOLDERS):
-            self.facts.append((type(value), len(cast("tuple[Any, ...]", value))))
-        elif isinstance(value, MethodType):
-            self.facts.append(MethodType)
+            self.facts.append((kind, len(value)))
         else:
-            self.facts.append(_Same.as_(value))
+            self.facts.append(kind if kind is MethodType else _Same.as_(value))
         if id(value) in self._seen:
             return
         self._seen.add(id(value))
         for part in self._parts(value):
-            self._value(part)
+            self.value(part)
+
+    def _tensor(self, tensor: torch.Tensor) -> None:
+        metadata = (tensor.dtype, tensor.shape, tensor.device, tensor.requires_grad)
+        self.facts.append((_Same.as_(tensor), metadata))
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided:
+            self.facts.append(tensor.data_ptr())  # which `tensor.data = other` changes
+        if vars(tensor) and id(tensor) not in self._seen:
+            self._seen.add(id(tensor))
+            self._objects.append(tensor)
+        if not self._by_elements:
+            return
+        if not tensor.is_inference():
+            self.facts.append(tensor._version)
+        elif tensor.numel() <= MAX_COMPARED:
+            self.facts.append(_Elements(tensor.clone()))
+        else:
+            self._unknown()
 
     def _parts(self, value: Any) -> Iterator[Any]:
-        """Yield what a value reads or holds."""
-        match value:
-            case tuple() | list() | set() | frozenset():
-                yield from cast("tuple[Any, ...]", value)
-            case dict():
-                for key, held in cast("dict[Any, Any]", value).items():
-                    yield key
-                    yield held
-            case FunctionType():
-                yield from self._of_function(value)
-            case MethodType():
-                yield value.__func__
-                yield value.__self__
-            case functools.partial():
-                part = cast("functools.partial[Any]", value)
-                yield from (part.func, part.args, part.keywords)
-            case property():
-                yield value.fget
-            case staticmethod() | classmethod():
-                yield value.__func__
-            case slice():
-                yield from (value.start, value.stop, value.step)
-            case BuiltinFunctionType():
-                if not isinstance(value.__self__, ModuleType):  # a method of an object
-                    yield value.__self__
-            case _ if isinstance(value, _FIXED):
-                return
-            case ModuleType() if _root(value.__name__) in _FOREIGN:
-                return
-            case type() if _root(value.__module__) in _FOREIGN:
-                return
-            case ModuleType() | type():
+        """Yield what a value reads or holds; here ends what is understood."""
+        kind = type(value)
+        if isinstance(value, dict):
+            yield from value
+            yield from value.values()
+        elif isinstance(value, _HOLDERS):
+            yield from value
+        elif kind in _PARTS:
+            yield from (getattr(value, name) for name in _PARTS[kind])
+        elif isinstance(value, FunctionType):
+            yield from self._of_function(value)
+        elif isinstance(value, BuiltinFunctionType) and not isinstance(value.__self__, ModuleType):
+            yield value.__self__  # whose method it is
+        elif isinstance(value, BuiltinFunctionType):
+            if _root(value.__module__) not in _FOREIGN:  # such as time.time
+                self._unknown()
+        elif isinstance(value, ModuleType | type):
+            if _root(value.__name__ if kind is ModuleType else value.__module__) not in _FOREIGN:
                 self._objects.append(value)
-            case _:
-                if not _is_open(value):
-                    self._unknown()
-                yield from _operators(type(value))
-                self._objects.append(value)
+        elif not isinstance(value, _FIXED):
+            if not _is_open(kind):
+                self._unknown()
+            yield from _operators(kind)
+            self._objects.append(value)
 
     def _unknown(self) -> None:
         """Note what equals nothing noted at another time."""
         self.facts.append(object())
 
     def _of_function(self, function: FunctionType) -> Iterator[Any]:
-        yield function.__code__
-        yield function.__defaults__
-        yield function.__kwdefaults__
+        yield from (function.__code__, function.__defaults__, function.__kwdefaults__)
         for cell in function.__closure__ or ():
             try:
                 yield cell.cell_contents
@@ -230,7 +255,7 @@ class _Reader:
             return
         names = _names(function.__code__)
         self._names.update(names)
-        if not _DYNAMIC.isdisjoint(names) or _imports(function.__code__):
+        if not _DYNAMIC.isdisjoint(names):
             self._unknown()
         for name in names:
             if name in function.__globals__:
@@ -245,45 +270,38 @@ class _Reader:
                 for name in sorted(self._names):
                     if found := _attribute(value, name):
                         self.facts.append(name)
-                        self._value(found[0])
+                        self.value(found[0])
 
 
 @lru_cache(maxsize=1024)
 def _names(code: CodeType) -> tuple[str, ...]:
-    """Return the globals and attributes that code and the functions defined in it name."""
+    """Return the globals and attributes that code and the functions defined in it name; with
+    `__import__` where it imports anything."""
+    imports = ["__import__"] if dis.opmap["IMPORT_NAME"] in code.co_code[::2] else []
     inner = (one for one in code.co_consts if isinstance(one, CodeType))
-    return tuple(sorted({*code.co_names, *(name for one in inner for name in _names(one))}))
-
-
-@lru_cache(maxsize=1024)
-def _imports(code: CodeType) -> bool:
-    """Return whether code, or a function defined in it, imports anything."""
-    return any(one.opname == "IMPORT_NAME" for one in dis.get_instructions(code)) or any(
-        _imports(one) for one in code.co_consts if isinstance(one, CodeType)
+    return tuple(
+        sorted({*code.co_names, *imports, *(name for one in inner for name in _names(one))})
     )
 
 
-def _is_open(value: Any) -> bool:
+def _is_open(kind: type) -> bool:
     """Return whether all that an object holds can be looked at: its classes are written in Python,
     or in torch or SymPy, which change none of theirs."""
-    if type(value) is object or _root(type(value).__module__) in ("torch", "sympy"):
+    if kind is object or _root(kind.__module__) in ("torch", "sympy"):
         return True
-    classes = (one for one in type(value).__mro__ if one not in (object, SimpleNamespace))
+    classes = (one for one in kind.__mro__ if one not in (object, SimpleNamespace))
     return all(one.__flags__ & _HEAP and not one.__flags__ & _IMMUTABLE for one in classes)
 
 
 @lru_cache(maxsize=1024)
 def _operators(kind: type) -> tuple[FunctionType, ...]:
-    """Return the methods that operators call, which no code names."""
+    """Return the methods that calls and operators reach, which no code names."""
     return tuple(
         found
         for one in _classes(kind)
         for name, found in vars(one).items()
         if name.startswith("__") and isinstance(found, FunctionType) and name not in _MAKING
     )
-
-
-_MAKING = ("__init__", "__new__", "__post_init__", "__repr__", "__reduce__", "__del__")
 
 
 def _attribute(value: Any, name: str) -> tuple[Any, ...]:

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from tilegen.errors import TilegenError, Unsupported
 from tilegen.masks.made import is_traced
 from tilegen.masks.tracing.derived import Derived
+from tilegen.masks.tracing.fingerprint import looked
 from tilegen.masks.tracing.stand_ins import Table
 from tilegen.masks.tracing.tracer import MAX_ELEMENTS, Tracer, refusal
 from tilegen.sympy_lock import lock
@@ -32,7 +33,7 @@ LARGE = 2 * MAX_ELEMENTS
 """Size that the tracer is told of a dimension that torch.compile must not guard."""
 _METADATA = frozenset(
     "dim size numel stride element_size is_floating_point is_complex is_contiguous "  # noqa: SIM905
-    "__hash__ __repr__ __format__".split()
+    "get_device data_ptr storage_offset is_inference __hash__ __get__ __len__".split()
 )
 """Methods that look at no element."""
 
@@ -41,8 +42,8 @@ class Mode(TorchFunctionMode):
     """A function's side of a trace. Values are tensors without elements, known by identity, which
     the tracer knows by number."""
 
-    def __init__(self, number: int, values: int) -> None:
-        """`number` is that of the trace, which begins with so many values."""
+    def __init__(self, number: int, *, is_score: bool) -> None:
+        """`number` is that of the trace, which begins with the function's arguments."""
         super().__init__()
         self.number = number
         self.values: list[torch.Tensor] = []
@@ -50,8 +51,8 @@ class Mode(TorchFunctionMode):
         """The tensors that the function reads, by their slot in the tracer."""
         self.derived = Derived()
         self.is_traced = is_traced()
-        for i in range(values):
-            self.value(_described(number, i))
+        for i in range(4 + is_score):
+            self.value((i, torch.float32 if is_score and i == 0 else torch.int64, ()))
 
     def value(self, answer: Any) -> Any:
         """Return the tensor of the tracer's answer: a value, several, or the reason for none, which
@@ -72,7 +73,8 @@ class Mode(TorchFunctionMode):
         name = func.__name__
         if name == "__get__":
             return self._attribute(func, args)
-        if name in _METADATA or (name == "__len__" and args[0].ndim):
+        is_metadata = name in _METADATA or name in ("__repr__", "__format__")
+        if is_metadata and (name != "__len__" or args[0].ndim):
             return func(*args, **named)
         given = 0
         if name == "__getitem__":
@@ -93,6 +95,8 @@ class Mode(TorchFunctionMode):
         found = func(*args, **named)
         if not self.is_traced:
             self.derived.note(found, func, args, named)
+            if func.__name__ not in _METADATA and _holds_numbers(found):
+                looked()
         return found
 
     def _attribute(self, func: Any, args: Any) -> Any:
@@ -167,7 +171,7 @@ def call(fn: Callable[..., Any], *, is_score: bool) -> tuple[int, Mode, Any]:
     """Call a function under a mode. Return the number of the trace, the mode, and what the tracer
     is told of the result. Raises Unsupported."""
     number = _started(is_score)
-    mode = Mode(number, 4 + is_score)
+    mode = Mode(number, is_score=is_score)
     arguments = list(mode.values)
     with mode:
         try:
@@ -178,6 +182,13 @@ def call(fn: Callable[..., Any], *, is_score: bool) -> tuple[int, Mode, Any]:
                 raise
             raise refusal("__iter__", "a number") from None
     return number, mode, mode.told(found)
+
+
+def _holds_numbers(found: Any) -> bool:
+    """Return whether the result of a function tells Python what elements are."""
+    if isinstance(found, (tuple, list)):
+        return any(map(_holds_numbers, found))
+    return found is not None and not isinstance(found, torch.Tensor)
 
 
 def _place(tensors: list[torch.Tensor], tensor: torch.Tensor) -> int | None:
@@ -205,7 +216,8 @@ def _started(is_score: bool) -> int:
 
 @assume_constant_result
 def _applied(number: int, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Return the value that an operation gives, as `_described` does, or why there is none."""
+    """Return number, dtype and shape of the value that an operation gives, several in a list, or
+    why there is none."""
     tracer = _tracers[number]
     try:
         with lock:
@@ -218,15 +230,9 @@ def _applied(number: int, function: Callable[..., Any], args: Any, kwargs: Any) 
         known = [i for i, one in enumerate(tracer.values) if one is value]
         if not known:
             tracer.values.append(value)
-        answers.append(_described(number, known[0] if known else len(tracer.values) - 1))
+        place = known[0] if known else len(tracer.values) - 1
+        answers.append((place, value.dtype, tuple(value.shape)))
     return answers if isinstance(found, tuple) else answers[0]
-
-
-@assume_constant_result
-def _described(number: int, value: int) -> tuple[int, torch.dtype, tuple[int, ...]]:
-    """Return a value's number, its dtype and its shape."""
-    found = _tracers[number].values[value]
-    return value, found.dtype, tuple(found.shape)
 
 
 def finished(number: int) -> Tracer:

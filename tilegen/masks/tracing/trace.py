@@ -49,15 +49,6 @@ class Traced:
         return any(id(tensor) in self.derived.made for tensor in (*self.captured, *self.unused))
 
 
-@dataclass(frozen=True)
-class CompiledTrace:
-    """Expression that a function computes, and the tensors of the graph that it reads."""
-
-    text: str
-    captured: list[torch.Tensor]
-    unused: list[torch.Tensor]
-
-
 def trace_mask(fn: Callable[..., Any]) -> Traced:
     """Return the predicate that `fn(b, h, q_idx, kv_idx)` computes, FlexAttention's `mask_mod`.
 
@@ -74,15 +65,18 @@ def trace_score(fn: Callable[..., Any]) -> Traced:
     return _traced(fn, "(score, b, h, q_idx, kv_idx)", is_score=True)
 
 
-def trace_compiled(fn: Callable[..., Any], *, is_score: bool) -> CompiledTrace:
-    """Trace a function while torch.compile traces its caller. Raises Unsupported."""
+def trace_compiled(
+    fn: Callable[..., Any], *, is_score: bool
+) -> tuple[str, list[torch.Tensor], list[torch.Tensor]]:
+    """Trace a function while torch.compile traces its caller. Return the text of the expression,
+    the tensors of the graph that it reads, and those it reads in vain. Raises Unsupported."""
     number, mode, told = call(fn, is_score=is_score)
     answer = _text(number, told, is_score)
     if isinstance(answer, str):
         raise Unsupported(answer)
     text, slots, unused = answer
     tables = mode.captured
-    return CompiledTrace(text, [tables[i] for i in slots], [tables[i] for i in unused])
+    return text, [tables[i] for i in slots], [tables[i] for i in unused]
 
 
 @assume_constant_result
