@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tilegen.check.reference import TORCH_DTYPES, Inputs, attention_reference, torch_attention
 from tilegen.check.verification import Check, judge  # the rule; there is one
 from tilegen.masks.mask import Full, Mask
+from tilegen.masks.values import Pair
 from tilegen.problem import AttentionProblem
 
 
@@ -102,8 +103,8 @@ class _OfHead(Mask):
     def notation(self) -> str:
         return self.whole.notation
 
-    def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
-        return self.whole.keep(q, k, seqlen_q, seqlen_kv, b + self.batch, h + self.head)
+    def keep(self, at: Pair) -> Any:
+        return self.whole.keep(at._replace(b=at.b + self.batch, h=at.h + self.head))
 
 
 def _of_head(mask: Mask, batch: int, head: int) -> Mask:

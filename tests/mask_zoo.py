@@ -38,7 +38,7 @@ from tilegen.masks import (
 from tilegen.masks.mask import Side
 from tilegen.masks.packed import packed
 from tilegen.masks.usual import KvPrefix
-from tilegen.masks.values import is_symbolic
+from tilegen.masks.values import Pair
 from tilegen.problem import AttentionProblem, DType
 
 BATCH, HEADS = 2, 2
@@ -95,16 +95,17 @@ class Judged(Mask):
     """A mask whose pairs come from elsewhere: kernels read the one, references the other."""
 
     mask: Mask
-    pairs: torch.Tensor
+    oracle: torch.Tensor
 
     @property
     def notation(self) -> str:
         return self.mask.notation
 
-    def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
-        if is_symbolic(b, h, q, k):
-            return self.mask.keep(q, k, seqlen_q, seqlen_kv, b, h)
-        return self.pairs
+    def keep(self, at: Pair) -> Any:
+        return self.mask.keep(at)
+
+    def kept(self, q: Any, k: Any, seqlen_q: int, seqlen_kv: int, b: Any = 0, h: Any = 0) -> Any:
+        return self.oracle
 
     def for_side(self, side: Side) -> Mask:
         return self.mask.for_side(side)

@@ -12,7 +12,6 @@ from tests.mask_zoo import BATCH, HEADS, Pairs
 from tilegen.masks.mask import Mask, Side
 from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import tensors_of
-from tilegen.masks.tiles.closed_form import predicate as compiled_predicate
 from tilegen.masks.tiles.tile_lists import build
 from tilegen.masks.tiles.tile_ranges import tile_ranges
 
@@ -62,7 +61,7 @@ def found_classes(
     else:
         shape = Shape(batch, heads, seqlen_q, seqlen_kv).tiled(block_m, block_n)
         tensors = tensors_of(mask, shape, torch.device("cpu"))
-        keep = compiled_predicate(mask, side)
+        keep = mask.predicate(side)
         lists = build(keep, tensors, shape, device="cpu", side=side)
         each = (lists.batch, lists.heads, stationary)
         flat = np.zeros((int(np.prod(each)), tiles), dtype=np.int64)

@@ -127,7 +127,7 @@ def test_no_tile_is_too_few_whatever_the_numbers(
     mask = ~mask if is_inverted else mask
     keep = dense(fn, len(rows), len(columns), 1)
     at = torch.arange(len(rows))[:, None], torch.arange(len(columns))
-    torch.testing.assert_close(mask.keep(*at, len(rows), len(columns)), keep[0])
+    torch.testing.assert_close(mask.kept(*at, len(rows), len(columns)), keep[0])
     live, full = tiles(keep, block)
     for side in ("rows", "columns"):
         visited, without = visits(mask, side, len(rows), len(columns), 1, block)

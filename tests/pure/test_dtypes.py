@@ -84,7 +84,7 @@ def check(op: Callable[..., Any], *tables: torch.Tensor) -> None:
 
 def kept(mask: Mask, length: int = N) -> torch.Tensor:
     index = torch.arange(length)
-    return torch.as_tensor(mask.keep(index[:, None], index[None], length, length))
+    return mask.kept(index[:, None], index[None], length, length)
 
 
 def changed(score: Any) -> torch.Tensor:

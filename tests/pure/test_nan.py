@@ -68,10 +68,10 @@ def test_nan_is_neither_larger_nor_smaller(name: str) -> None:
         0, 0
     ]
     mask, index = tilegen.predicate(lambda b, h, q, k: fn(q, k)), torch.arange(length)
-    found = mask.keep(index[:, None], index[None], length, length)
-    assert torch.equal(torch.as_tensor(found).expand(length, length), expected)
-    opposite = (~mask).keep(index[:, None], index[None], length, length)
-    assert torch.equal(torch.as_tensor(opposite).expand(length, length), ~expected)
+    found = mask.kept(index[:, None], index[None], length, length)
+    assert torch.equal(found.expand(length, length), expected)
+    opposite = (~mask).kept(index[:, None], index[None], length, length)
+    assert torch.equal(opposite.expand(length, length), ~expected)
     assert parse_mask(mask.notation).notation == mask.notation
 
 

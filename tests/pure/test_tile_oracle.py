@@ -28,7 +28,7 @@ from tilegen.masks import (
     streaming,
 )
 from tilegen.masks.shapes import TiledShape
-from tilegen.masks.tiles import closed_form, tile_ranges
+from tilegen.masks.tiles import tile_ranges
 from tilegen.masks.tiles.tile_lists import TileLists, build
 
 isl = pytest.importorskip("islpy", reason="needs islpy")
@@ -105,7 +105,7 @@ def ranges(mask: Mask, shape: TiledShape, side: Literal["rows", "columns"]) -> F
 
 def lists(mask: Mask, shape: TiledShape, side: Literal["rows", "columns"]) -> Found:
     """Return what the exact lists hold."""
-    keep = closed_form.predicate(mask, side)
+    keep = mask.predicate(side)
     found: TileLists = build(keep, (), shape, device="cpu", side=side)
     starts, streamed = found.starts.tolist(), found.tiles.tolist()
     live = [

@@ -136,8 +136,7 @@ def dense(mask: tilegen.Mask, seqlen_q: int, seqlen_kv: int) -> torch.Tensor:
         torch.arange(n).view(-1, *[1] * (3 - axis))
         for axis, n in enumerate((2, 1, seqlen_q, seqlen_kv))
     )
-    keep = torch.as_tensor(mask.keep(q, k, seqlen_q, seqlen_kv, b, h))
-    return keep.expand(2, 1, seqlen_q, seqlen_kv)
+    return mask.kept(q, k, seqlen_q, seqlen_kv, b, h).expand(2, 1, seqlen_q, seqlen_kv)
 
 
 def test_a_function_that_is_not_known_is_spelled_out() -> None:

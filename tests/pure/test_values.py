@@ -7,7 +7,6 @@ from typing import Any
 from weakref import ref
 
 import pytest
-import sympy
 import torch
 
 import tilegen
@@ -29,11 +28,12 @@ from tilegen.masks import (
     values,
 )
 from tilegen.masks.language.evaluation import evaluate
-from tilegen.masks.language.symbols import B, K, Q, captured_name
+from tilegen.masks.language.symbols import PAIR, B, K, Q, captured_name
 from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import tensors_of
 from tilegen.masks.tiles.closed_form import depends_on
 from tilegen.masks.tiles.tile_ranges import tile_ranges
+from tilegen.masks.values import Pair
 from tilegen.problem import AttentionProblem
 
 SHAPE = Shape(batch=2, heads=4, seqlen_q=20, seqlen_kv=30)
@@ -207,25 +207,35 @@ def test_typical_tensors_fit_where_the_real_ones_did() -> None:
 # As expressions read them
 
 
+def element(tensor: torch.Tensor, *indices: int) -> int:
+    """An element as PyTorch and Python have it; 0 beyond the ends."""
+    try:
+        return int(tensor[indices])
+    except IndexError:
+        return 0
+
+
 @pytest.mark.parametrize("seed", range(4))
-def test_values_are_read_beside_tensors_as_expressions_read_them(seed: int) -> None:
-    """What is negative counts from the end, and 0 lies beyond: in the reference as in kernels."""
+def test_values_are_read_at_any_index(seed: int) -> None:
+    """What is negative counts from the end, and 0 lies beyond."""
     generator = torch.Generator().manual_seed(seed)
     rows, columns, count = torch.randint(1, 9, (3,), generator=generator).tolist()
     sparse: Any = block_sparse(torch.rand(rows, columns, generator=generator) < 0.5, 4)
     numbers = values(torch.randint(-9, 9, (count,), generator=generator), "k")
     q, k = torch.arange(24)[:, None], torch.arange(24)
-    zero = torch.tensor(0)
-    for value, read in (
-        (sparse.layout, lambda q, k: sparse.layout.at(0, 0, q, k, None, q - 12, k - 12)),
-        (numbers, lambda q, k: numbers.at(0, 0, q, k - 12)),
+    pair = Pair(*PAIR)
+    for value, read, at in (
+        (sparse.layout, sparse.layout.at(pair, Q - 12, K - 12), lambda q, k: (q - 12, k - 12)),
+        (numbers, numbers.at(pair._replace(k=K - 12)), lambda q, k: (k - 12,)),
     ):
-        named = sympy.sympify(read(Q, K)).xreplace({value.symbol: captured_name(0, value.kind)})
-        at = {"b": zero, "h": zero, "q": q, "k": k, "seqlen_q": 24, "seqlen_kv": 24}
-        expected = evaluate(named, [value.tensor], **at)
-        assert torch.equal(read(q, k).to(expected.dtype).expand_as(expected), expected)
-        assert (expected != 0).any()
-        assert (expected[..., 0] == 0).all(), "beyond the end"
+        named = read.xreplace({value.symbol: captured_name(0, value.kind)})
+        found = evaluate(named, [value.tensor], b=0, h=0, q=q, k=k, seqlen_q=24, seqlen_kv=24)
+        expected = torch.tensor(
+            [[element(value.tensor, *at(i, j)) for j in range(24)] for i in range(24)]
+        )
+        assert torch.equal(found.expand(24, 24).long(), expected)
+        assert expected.any()
+        assert not expected.all(), "beyond the end"
 
 
 def test_what_is_known_of_a_mask_keeps_no_tensor_alive() -> None:

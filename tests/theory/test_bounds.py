@@ -94,12 +94,10 @@ def test_partition_bound_of_one_dense_head() -> None:
 @pytest.mark.parametrize("mask", ["full", "causal", "window(0,0)", "window(2,0)", "window(1,2)"])
 def test_largest_subgrid_against_brute_force(mask: str, group: int) -> None:
     """All choices of query rows (of a whole group) and key rows of a 5 x 5 mask."""
-    keep = AttentionProblem.parse(f"hq1 q1 d64 bf16 {mask}").mask.keep
-    length, width = (
-        5,
-        mask_size(AttentionProblem.parse(f"hq1 q1 d64 bf16 {mask}").mask, 5, 5).degree,
-    )
-    rows = [sum(bool(keep(i, j, 5, 5)) << j for j in range(length)) for i in range(length)] * group
+    small = AttentionProblem.parse(f"hq1 q1 d64 bf16 {mask}").mask
+    length, width = 5, mask_size(small, 5, 5).degree
+    pairs = small.pairs(length, length).tolist()
+    rows = [sum(pair << j for j, pair in enumerate(row)) for row in pairs] * group
     most = [0] * (length * (group + 1) + 1)
     for chosen in range(1 << length):  # key rows; the best query rows are those that see most
         seen = sorted(((row & chosen).bit_count() for row in rows), reverse=True)
@@ -206,7 +204,7 @@ def test_every_head_dim_up_to_256_is_large_cache() -> None:
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.key)
 def test_mask_size_equals_a_count(problem: AttentionProblem) -> None:
     q, kv = problem.seqlen_q, problem.seqlen_kv
-    matrix = [[bool(problem.mask.keep(i, j, q, kv)) for j in range(kv)] for i in range(q)]
+    matrix = problem.mask.pairs(q, kv).tolist()
     rows, columns = (
         [sum(row) for row in matrix],
         [sum(column) for column in zip(*matrix, strict=True)],

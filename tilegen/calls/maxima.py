@@ -49,5 +49,5 @@ def _panel(scores: torch.Tensor, first: int, seqlen_q: int, changes: Changes) ->
             seqlen_q=seqlen_q,
             seqlen_kv=seqlen_kv,
         )
-    keep = torch.as_tensor(changes.mask.keep(q, k, seqlen_q, seqlen_kv, b, h), device=scores.device)
+    keep = changes.mask.kept(q, k, seqlen_q, seqlen_kv, b, h)
     return scores.masked_fill(~keep, float("-inf")).amax(3)

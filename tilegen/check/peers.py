@@ -13,7 +13,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tilegen.errors import Unsupported
-from tilegen.masks.mask import Causal, Full
+from tilegen.masks.mask import Causal, Full, Mask
+from tilegen.masks.shapes import Shape
+from tilegen.masks.tensors import tensors_of
 from tilegen.masks.tiles.tile_ranges import counted_over
 from tilegen.problem import AttentionProblem
 
@@ -88,19 +90,42 @@ def flex(problem: AttentionProblem, device: str, *, mode: str = "default") -> At
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     _refuse_score(problem, "FlexAttention")
-    mask, seqlen_q, seqlen_kv = problem.mask, problem.seqlen_q, problem.seqlen_kv
+    mask, lengths = problem.mask, (problem.seqlen_q, problem.seqlen_kv)
     batch, heads = counted_over(mask, problem.batch, problem.num_heads_q)
-
-    def keep(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return mask.keep(q, k, seqlen_q, seqlen_kv, b, h)
 
     block_mask = (
         None
         if isinstance(mask, Full)
-        else create_block_mask(keep, batch, heads, seqlen_q, seqlen_kv, device=device)
+        else create_block_mask(
+            _mask_mod(mask, Shape(batch, heads, *lengths), device), batch, heads, *lengths, device
+        )
     )
     return partial(
         torch.compile(flex_attention, mode=mode, dynamic=False),
         block_mask=block_mask,
         enable_gqa=problem.group_size > 1,
     )
+
+
+def _mask_mod(mask: Mask, shape: Shape, device: str) -> Callable[..., Tensor]:
+    """Return a mask as FlexAttention has it: a function of b, h, q and k that calls PyTorch
+    alone."""
+    import torch
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    from tilegen.masks.language.evaluation import evaluate
+
+    keep, tables = mask.predicate(), tensors_of(mask, shape, torch.device(device))
+    seqlen_q, seqlen_kv = shape.seqlen_q, shape.seqlen_kv
+
+    def kept(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return evaluate(keep, tables, b=b, h=h, q=q, k=k, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv)
+
+    # PyTorch would ask for the value of an index without dimensions.
+    graph = make_fx(kept)(*torch.zeros((4, 1), dtype=torch.int64, device=device))
+
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        found: Tensor = graph(b, h, q, k)
+        return found
+
+    return mask_mod

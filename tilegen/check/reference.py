@@ -86,7 +86,7 @@ def dense_mask(
     h = torch.arange(heads, device=device)[:, None, None]
     q = torch.arange(seqlen_q, device=device)[:, None]
     k = torch.arange(seqlen_kv, device=device)[None, :]
-    keep = torch.as_tensor(mask.keep(q, k, seqlen_q, seqlen_kv, b, h), device=device)
+    keep = mask.kept(q, k, seqlen_q, seqlen_kv, b, h)
     return keep.expand(*keep.shape[:-2], seqlen_q, seqlen_kv)
 
 

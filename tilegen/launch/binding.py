@@ -45,10 +45,8 @@ class BoundKernel:
         self._blocks = {"block_m": config.block_m, "block_n": config.block_n}
         self._keep: Any = None  # the mask's predicate, if launches need lists of tiles
         if "tiles" in names:
-            from tilegen.masks.tiles.closed_form import predicate  # loads SymPy
-
             with sympy_lock.lock:
-                self._keep = predicate(mask.general, self._side)
+                self._keep = mask.general.predicate(self._side)
 
         alone = bool(slots) and len(mask.values) == 1 and not self._reads and self._keep is None
         self.reads_t0_alone = alone and not self._slots[0][2]

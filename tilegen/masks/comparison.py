@@ -36,7 +36,7 @@ from tilegen.masks.language.texts import merge
 from tilegen.masks.mask import Mask, Side
 from tilegen.masks.tracing.trace import Traced
 from tilegen.masks.usual import equal
-from tilegen.masks.values import Lengths, Recipe, Values, power_of_two_near, table
+from tilegen.masks.values import Lengths, Pair, Recipe, Values, power_of_two_near, table
 
 Relation = Literal["<=", "<", ">=", ">", "=="]
 Tables = tuple[torch.Tensor, ...]
@@ -66,15 +66,13 @@ class Comparison(Mask):
         name = "ordered" if self.relation == "<" else "matched"
         return f"{name}({self.column.notation})"
 
-    def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
-        lengths = (seqlen_q, seqlen_kv)
-        column, row = (one.at(b, h, q, k, lengths) for one in (self.column, self.row))
+    def keep(self, at: Pair) -> Any:
+        column, row = self.column.at(at), self.row.at(at)
         return equal(column, row) if self.relation == "==" else column < row
 
-    def enclosing(self, *at: Any) -> tuple[Any, Any]:
-        q, k, _, _, b, h = at
-        bounds, index = (self.by_row, k) if self.by == "rows" else (self.by_column, q)
-        first, end, sure_first, sure_end = (one.at(b, h, q, k) for one in bounds)
+    def enclosing(self, at: Pair) -> tuple[Any, Any]:
+        bounds, index = (self.by_row, at.k) if self.by == "rows" else (self.by_column, at.q)
+        first, end, sure_first, sure_end = (one.at(at) for one in bounds)
         return (first <= index) & (index < end), (sure_first <= index) & (index < sure_end)
 
     def for_side(self, side: Side) -> Mask:

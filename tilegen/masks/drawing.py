@@ -23,7 +23,7 @@ def check_sides(seqlen_q: int, seqlen_kv: int) -> None:
         )
 
 
-def draw(keep: NDArray[np.bool_], name: str, *, block_m: int, block_n: int) -> str:
+def draw(keep: NDArray[np.bool_], name: str, block_m: int, block_n: int) -> str:
     """Return a picture of pairs, a character each, tiles ruled off; then counts, with the name of
     the mask."""
     seqlen_q, seqlen_kv = keep.shape

@@ -13,7 +13,6 @@ from sympy.core.relational import Relational
 
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.masks.comparison import Comparison, comparison_of
-from tilegen.masks.language.evaluation import evaluate
 from tilegen.masks.language.ordered import Ordered
 from tilegen.masks.language.symbols import PAIR, B, K, Lookup, Q, S, is_captured, is_condition
 from tilegen.masks.language.texts import from_text, kind_of_tensor, merge, to_text
@@ -25,7 +24,7 @@ from tilegen.masks.tiles.tile_lists import build
 from tilegen.masks.tracing.derived import Derived
 from tilegen.masks.tracing.trace import Traced
 from tilegen.masks.usual import BlockSparse, Dilated
-from tilegen.masks.values import MAX_WINDOW, Values, is_symbolic, table
+from tilegen.masks.values import MAX_WINDOW, Pair, Values, table
 
 
 @dataclass(frozen=True)
@@ -40,19 +39,12 @@ class Expression(Mask):
         tensors = "".join(f",{one.notation}{one.kind}" for one in self.captured)
         return f"keep({self.text}{tensors})"
 
-    def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
-        kinds = tuple(one.kind for one in self.captured)
-        if is_symbolic(b, h, q, k):
-            keep = predicate_of(self.text, kinds)
-            given = dict(zip(PAIR, (b, h, q, k, seqlen_q, seqlen_kv), strict=True))
-            for symbol in filter(is_captured, keep.free_symbols):
-                given[symbol] = self.captured[int(symbol.name[1:])].symbol
-            return keep.xreplace({s: sympy.sympify(to) for s, to in given.items() if s != to})
-        device = next((x.device for x in (q, k) if isinstance(x, torch.Tensor)), None)
-        tensors = tuple(one.on(device or "cpu", (seqlen_q, seqlen_kv)) for one in self.captured)
-        b, h, q, k = (torch.as_tensor(x, device=device) for x in (b, h, q, k))
-        keep = predicate_of(self.text, kinds)
-        return evaluate(keep, tensors, b=b, h=h, q=q, k=k, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv)
+    def keep(self, at: Pair) -> Any:
+        keep = predicate_of(self.text, tuple(one.kind for one in self.captured))
+        given = dict(zip(PAIR, at, strict=True))
+        for symbol in filter(is_captured, keep.free_symbols):
+            given[symbol] = self.captured[int(symbol.name[1:])].symbol
+        return keep.xreplace({s: to for s, to in given.items() if s != to})
 
 
 @lru_cache(maxsize=512)

@@ -9,7 +9,6 @@ from tilegen.masks.language.symbols import H
 from tilegen.masks.mask import Mask
 from tilegen.masks.remembered import by_mask
 from tilegen.masks.score import ScoreForm
-from tilegen.masks.tiles.closed_form import predicate
 
 if TYPE_CHECKING:
     from tilegen.problem import AttentionProblem
@@ -37,4 +36,4 @@ def heads_of_tiles(problem: AttentionProblem) -> tuple[int, ...]:
 def _tells_heads_apart(mask: Mask, score: ScoreForm | None) -> bool:
     if score is not None and score.changes and score.expression().has(H):
         return True
-    return predicate(mask).has(H)
+    return mask.predicate().has(H)

@@ -1,15 +1,14 @@
-"""Masks as predicates `keep(q, k)`: which query row may see which key column.
+"""Masks as predicates of a pair: which query row may see which key column.
 
-A mask is a small frozen value. Its one definition, `keep`, is written with ordinary operators, so
-the same function accepts Python integers, torch tensors (the dense reference) and SymPy symbols
-(the mask compiler). Nothing here imports SymPy: a cached call only hashes masks.
+A mask is a small frozen value. Its one definition, `keep`, is a condition of SymPy: kernels are
+compiled from it, and `kept` evaluates it. Else nothing loads SymPy: cached calls only hash masks.
 """
 
 from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, reduce
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -18,7 +17,7 @@ from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.masks.drawing import check_sides, draw
 from tilegen.masks.made import is_traced, noted
 from tilegen.masks.shapes import Shape
-from tilegen.masks.values import Alignment, Values, check_alignment, check_number, number, shown
+from tilegen.masks.values import Alignment, Pair, Values, check_alignment, check_number, shown
 
 if TYPE_CHECKING:
     import numpy as np
@@ -46,15 +45,26 @@ class Mask(ABC):
         return f"{self.name}({','.join(shown(getattr(self, one.name)) for one in fields(self))})"  # type: ignore[arg-type]
 
     @abstractmethod
-    def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
-        """Whether row `q` of head `h` sees column `k`: bool, tensor or SymPy Boolean, as the
-        arguments are."""
+    def keep(self, at: Pair) -> Any:
+        """Return the condition, a SymPy Boolean or a bool, under which a pair is kept."""
 
-    def enclosing(self, *at: Any) -> tuple[Any, Any]:
-        """Return conditions that are easier to solve, of the arguments of `keep`: one that holds
-        wherever row `q` sees column `k`, and one that holds nowhere else."""
-        keep = self.keep(*at)
+    def enclosing(self, at: Pair) -> tuple[Any, Any]:
+        """Return conditions that are easier to solve: one that holds wherever a pair is kept, and
+        one that holds nowhere else."""
+        keep = self.keep(at)
         return keep, keep
+
+    def kept(self, q: Any, k: Any, seqlen_q: int, seqlen_kv: int, b: Any = 0, h: Any = 0) -> Any:
+        """Compute which pairs of index tensors are kept: a bool tensor that broadcasts to them."""
+        from tilegen.masks.pairs import kept  # loads SymPy
+
+        return kept(self.predicate(), self.values, Pair(b, h, q, k, seqlen_q, seqlen_kv))
+
+    def predicate(self, side: Side = "rows") -> Any:
+        """Return the condition of AT, with look-ups in t0, t1, ... in the order of `values`."""
+        from tilegen.masks.pairs import AT, named  # loads SymPy
+
+        return named(self.values, self.for_side(side).keep(AT))
 
     def for_side(self, side: Side) -> Mask:
         """Return the same mask, as it is solved best for tiles that keep a side on chip."""
@@ -106,8 +116,7 @@ class Mask(ABC):
 
     def described(self, **changes: Any) -> Mask:
         """Return the mask with stand-ins in the place of its values."""
-        changes |= {"tensor": None, "recipe": None, "part": 0}
-        return with_values(self, lambda one: replace(one, **changes))
+        return with_values(self, lambda v: replace(v, tensor=None, recipe=None, part=0, **changes))
 
     def show(
         self, seqlen_q: int, seqlen_kv: int | None = None, *, block_m: int = 16, block_n: int = 16
@@ -115,17 +124,15 @@ class Mask(ABC):
         """Return a drawing of the mask at small lengths (128 at most), with each tile's class."""
         seqlen_kv = seqlen_q if seqlen_kv is None else seqlen_kv
         check_sides(seqlen_q, seqlen_kv)
-        keep = self.pairs(seqlen_q, seqlen_kv)
-        return draw(keep, str(self), block_m=block_m, block_n=block_n)
+        return draw(self.pairs(seqlen_q, seqlen_kv), str(self), block_m, block_n)
 
     def pairs(self, seqlen_q: int, seqlen_kv: int) -> NDArray[np.bool_]:
         """Return which pairs of the first head are kept; typical tensors stand for missing ones."""
         import torch
 
         real = self.realized(Shape(1, 1, seqlen_q, seqlen_kv))
-        q, k, first = (torch.arange(n, device="cpu") for n in (seqlen_q, seqlen_kv, 1))
-        keep = real.keep(q[:, None], k[None], seqlen_q, seqlen_kv, first[0], first[0])
-        return torch.as_tensor(keep, device="cpu").expand(seqlen_q, seqlen_kv).numpy()
+        q, k = (torch.arange(n, device="cpu") for n in (seqlen_q, seqlen_kv))
+        return real.kept(q[:, None], k, seqlen_q, seqlen_kv).expand(len(q), len(k)).numpy()
 
     def realized(self, shape: Shape, device: torch.device | str = "cpu") -> Mask:
         """Return the mask with typical tensors for stand-ins, as kernels are tuned and checked."""
@@ -143,12 +150,11 @@ class Mask(ABC):
         """Return the mask that keeps what either keeps."""
         return _joined("|", unite, self, other)
 
-    def __invert__(self) -> Mask:
-        return self.inverted()
-
     def inverted(self) -> Mask:
         """Return the mask that keeps what this one drops: `~`, which torch.compile cannot trace."""
         return self.part if isinstance(self, Not) else Not(self)
+
+    __invert__ = inverted
 
     def __bool__(self) -> bool:
         raise InvalidProblem(
@@ -173,7 +179,7 @@ class Pending(Mask):
     def notation(self) -> str:
         return f"pending({self._made[0]})"
 
-    def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
+    def keep(self, at: Pair) -> Any:
         raise Unsupported("expected a mask that torch.compile traces to be given to attention")
 
 
@@ -185,7 +191,7 @@ class Full(Mask):
     def notation(self) -> str:
         return "full"
 
-    def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
+    def keep(self, at: Pair) -> Any:
         return True
 
 
@@ -202,8 +208,8 @@ class Causal(Mask):
     def notation(self) -> str:
         return "causal" if self.alignment == "top_left" else "causal(bottom_right)"
 
-    def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
-        return k <= q + _offset(self.alignment, seqlen_q, seqlen_kv)
+    def keep(self, at: Pair) -> Any:
+        return at.k <= at.centre(self.alignment)
 
 
 @dataclass(frozen=True)
@@ -230,45 +236,42 @@ class SlidingWindow(Mask):
         suffix = "" if self.alignment == "top_left" else ",bottom_right"
         return f"window({left},{right}{suffix})"
 
-    def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
-        centre = q + _offset(self.alignment, seqlen_q, seqlen_kv)
+    def keep(self, at: Pair) -> Any:
+        centre = at.centre(self.alignment)
         keep: Any = True
         if self.left is not None:
-            keep = centre - number(self.left, b, h, q, k) <= k
+            keep = centre - at.number(self.left) <= at.k
         if self.right is not None:
-            keep = keep & (k <= centre + number(self.right, b, h, q, k))
+            keep = keep & (at.k <= centre + at.number(self.right))
         return keep
 
 
+@dataclass(frozen=True)
 class _Joined(Mask):
     """Several masks as one: `join` joins their conditions, as the class joins masks."""
 
     of: tuple[Mask, ...]
-    join: Callable[[Any, Any], Any]
+    join: ClassVar[Callable[[Any, Any], Any]]
 
     @property
     def parts(self) -> tuple[Mask, ...]:
         return self.of
 
-    def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
-        return self._joined(part.keep(q, k, seqlen_q, seqlen_kv, b, h) for part in self.of)
+    def keep(self, at: Pair) -> Any:
+        return reduce(self.join, (part.keep(at) for part in self.of))
 
-    def enclosing(self, *at: Any) -> tuple[Any, Any]:
-        most, sure = zip(*(part.enclosing(*at) for part in self.of), strict=True)
-        return self._joined(most), self._joined(sure)
+    def enclosing(self, at: Pair) -> tuple[Any, Any]:
+        most, sure = zip(*(part.enclosing(at) for part in self.of), strict=True)
+        return reduce(self.join, most), reduce(self.join, sure)
 
     def with_parts(self, changed: Callable[[Mask], Mask]) -> Mask:
         return replace(self, of=tuple(map(changed, self.of)))  # type: ignore[type-var]
-
-    def _joined(self, conditions: Iterable[Any]) -> Any:
-        return reduce(lambda joined, one: self.join(one, joined), conditions)
 
 
 @dataclass(frozen=True)
 class And(_Joined):
     """Keeps what all parts keep. Build with `&`, which puts the parts in canonical order."""
 
-    of: tuple[Mask, ...]
     join = staticmethod(operator.and_)
 
     @property
@@ -282,7 +285,6 @@ class And(_Joined):
 class Or(_Joined):
     """Keeps what any part keeps. Build with `|`, which puts the parts in canonical order."""
 
-    of: tuple[Mask, ...]
     join = staticmethod(operator.or_)
 
     @property
@@ -305,11 +307,11 @@ class Not(Mask):
         inner = self.part.notation
         return f"~({inner})" if isinstance(self.part, And | Or) else f"~{inner}"
 
-    def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
-        return _inverted(self.part.keep(q, k, seqlen_q, seqlen_kv, b, h))
+    def keep(self, at: Pair) -> Any:
+        return _inverted(self.part.keep(at))
 
-    def enclosing(self, *at: Any) -> tuple[Any, Any]:
-        most, sure = self.part.enclosing(*at)
+    def enclosing(self, at: Pair) -> tuple[Any, Any]:
+        most, sure = self.part.enclosing(at)
         return _inverted(sure), _inverted(most)
 
     def with_parts(self, changed: Callable[[Mask], Mask]) -> Mask:
@@ -393,12 +395,6 @@ def _joined(sign: str, join: Callable[..., Mask], one: Mask, other: Any) -> Any:
 
 
 def _inverted(keep: Any) -> Any:
-    if not hasattr(keep, "free_symbols"):
-        return not keep if isinstance(keep, bool) else ~keep
     from tilegen.masks.language.comparisons import opposite  # loads SymPy
 
     return opposite(keep)
-
-
-def _offset(alignment: Alignment, seqlen_q: Any, seqlen_kv: Any) -> Any:
-    return 0 if alignment == "top_left" else seqlen_kv - seqlen_q

@@ -25,18 +25,17 @@ from tilegen.masks.mask import (
     SlidingWindow,
     full,
     intersect,
-    with_values,
 )
 from tilegen.masks.shapes import Shape
 from tilegen.masks.usual import Intervals, SameDocument
 from tilegen.masks.values import (
     UNKNOWN,
     Lengths,
+    Pair,
     Recipe,
     Values,
     as_tensor,
     is_checked,
-    is_symbolic,
     power_of_two_near,
 )
 
@@ -207,21 +206,16 @@ class Within(Mask):
         cu_q, cu_kv = sources
         return int(cu_q.diff().max()), int(cu_kv.diff().max())
 
-    def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
-        lengths = (seqlen_q, seqlen_kv)
-        document, start_q, start_kv, length_q, length_kv = (
-            value.at(b, h, q, k, lengths)
-            for value in (
-                *(self.same.ids_q, self.start_q, self.start_kv),
-                *(self.length_q, self.length_kv),
-            )
+    def keep(self, at: Pair) -> Any:
+        inside = Pair(
+            b=self.same.ids_q.at(at),
+            h=at.h,
+            q=at.q - self.start_q.at(at),
+            k=at.k - self.start_kv.at(at),
+            seqlen_q=self.length_q.at(at),
+            seqlen_kv=self.length_kv.at(at),
         )
-        inner = self.mask
-        if not is_symbolic(b, h, q, k):  # tables are made for the lengths of the call
-            device = getattr(q, "device", "cpu")
-            inner = with_values(inner, lambda one: one.made(device, lengths))
-        inside = inner.keep(q - start_q, k - start_kv, length_q, length_kv, document, h)
-        return self.same.keep(q, k, *lengths, b, h) & inside
+        return self.same.keep(at) & self.mask.keep(inside)
 
 
 def _same(recipe: Recipe, typical: int, axes: str = "") -> SameDocument:

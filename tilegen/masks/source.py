@@ -23,7 +23,7 @@ from tilegen.masks.language.nodes import normalise
 from tilegen.masks.language.symbols import FIRST, LAST, SEQLEN_KV, B, H, K, Lookup
 from tilegen.masks.language.triton_source import NAMES, Writer
 from tilegen.masks.mask import Mask, Side
-from tilegen.masks.tiles.closed_form import Interval, StreamSets, edges, predicate, stream_sets
+from tilegen.masks.tiles.closed_form import Interval, StreamSets, edges, stream_sets
 from tilegen.masks.tiles.intervals import Arithmetic, Edges, Range, merge
 from tilegen.masks.unlisted import Unlisted
 from tilegen.masks.values import LIMIT
@@ -104,7 +104,7 @@ class Keep:
 def keep_source(mask: Mask, side: Side, *, softmax: bool = False) -> Keep:
     """Return the conditions on `q_idx` and `k_idx` of a pair; where rows stay, the end of the keys
     is one. `softmax` says that a row's maximum is taken of what they leave."""
-    keep = predicate(mask, side)
+    keep = mask.predicate(side)
     conditions: Sequence[sympy.Basic] = sympy.And.make_args(normalise(keep))
     if side == "rows":
         conditions = _ended(conditions, apart=softmax)
@@ -204,7 +204,7 @@ def unlisted(mask: Mask) -> Mask:
 def extras(mask: Mask, side: Side) -> tuple[Line, ...]:
     """Return the tensors and sizes that the kernels of a side read for a mask."""
     ranges = closed_form(mask, side)
-    expressions = [predicate(mask, side), *(ranges.bounds if ranges else ())]
+    expressions = [mask.predicate(side), *(ranges.bounds if ranges else ())]
     elements = [value.elements for value in mask.values]
     found = reading(expressions, "t", elements, "what the mask reads, with its sizes")
     return found if ranges else (*found, LISTS)
@@ -303,7 +303,7 @@ def _lists(mask: Mask, side: Side, in_part: bool) -> Ranges:
     stays, step, tile = (
         ("q_first // BLOCK_M", "i", "tile_n") if side == "rows" else ("tile_n", "step", "tile_m")
     )
-    depends = predicate(mask, side).free_symbols
+    depends = mask.predicate(side).free_symbols
     which = "".join(
         f"{index} * tiles_{stride} + "
         for symbol, index, stride in ((B, "batch", "sb"), (H, "head", "sh"))

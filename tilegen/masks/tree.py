@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tilegen.errors import InvalidProblem
 from tilegen.masks.mask import Mask
-from tilegen.masks.values import Lengths, Values, as_tensor, is_checked, is_symbolic, number
+from tilegen.masks.values import Lengths, Pair, Values, as_tensor, is_checked
 
 if TYPE_CHECKING:
     import torch
@@ -39,36 +39,24 @@ class Tree(Mask):
                 f"a tree of {width} tokens has rows for as many queries, got {seqlen_q}"
             )
 
-    def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
-        at = (b, h, q, k)
-        end = seqlen_kv if self.lengths is None else number(self.lengths, *at)
-        base = end - seqlen_q
-        found = self.table.at(*at, (seqlen_q, seqlen_kv), q, _at_least_0(k - base))
-        kept = (k < base) | found
-        return kept if self.lengths is None else kept & (k < end)
+    def keep(self, at: Pair) -> Any:
+        from sympy import Max
 
-    def enclosing(self, *at: Any) -> tuple[Any, Any]:
-        q, k, seqlen_q, seqlen_kv, b, h = at
+        end = at.seqlen_kv if self.lengths is None else self.lengths.at(at)
+        base = end - at.seqlen_q
+        kept = (at.k < base) | self.table.at(at, at.q, Max(at.k - base, 0))
+        return kept if self.lengths is None else kept & (at.k < end)
+
+    def enclosing(self, at: Pair) -> tuple[Any, Any]:
         if self.lengths is None:
-            return True, k < seqlen_kv - seqlen_q
-        end = number(self.lengths, b, h, q, k)
-        return k < end, k < end - seqlen_q
+            return True, at.k < at.seqlen_kv - at.seqlen_q
+        end = self.lengths.at(at)
+        return at.k < end, at.k < end - at.seqlen_q
 
 
 def trees_of(mask: Mask) -> int:
     """Return how many tables of trees a mask reads."""
     return isinstance(mask, Tree) + sum(map(trees_of, mask.parts))
-
-
-def _at_least_0(index: Any) -> Any:
-    if is_symbolic(index):
-        import sympy
-
-        return sympy.Max(index, 0)
-    import torch
-
-    at = index if isinstance(index, torch.Tensor) else torch.as_tensor(index)
-    return at.clamp(min=0)
 
 
 def ancestors(parents: Any) -> torch.Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 from tilegen.masks.mask import And, Causal, Full, Mask, SlidingWindow
 from tilegen.masks.tree import Tree
 from tilegen.masks.usual import Intervals, KvPrefix
+from tilegen.masks.values import Pair
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,8 @@ class Unlisted(Mask):
     def with_parts(self, changed: Callable[[Mask], Mask]) -> Mask:
         return Unlisted(changed(self.mask))
 
-    def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
-        return self.mask.keep(q, k, seqlen_q, seqlen_kv, b, h)
+    def keep(self, at: Pair) -> Any:
+        return self.mask.keep(at)
 
 
 def is_surely_solved(mask: Mask) -> bool:

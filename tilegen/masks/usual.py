@@ -1,5 +1,4 @@
-"""The kinds of masks beyond causal and windows. The predicate `keep` is the only definition of a
-mask."""
+"""The kinds of masks beyond causal and windows."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from typing import Any
 
 from tilegen.errors import InvalidProblem
 from tilegen.masks.mask import Mask, Side
-from tilegen.masks.values import Pattern, Values, check_number, is_symbolic, number
+from tilegen.masks.values import Pair, Pattern, Values, check_number
 
 
 @dataclass(frozen=True)
@@ -28,8 +27,8 @@ class PrefixLM(_OfNumber):
 
     name = "prefix_lm"
 
-    def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
-        return (k <= q) | (k < number(self.number, b, h, q, k))
+    def keep(self, at: Pair) -> Any:
+        return (at.k <= at.q) | (at.k < at.number(self.number))
 
 
 class GlobalTokens(_OfNumber):
@@ -37,9 +36,9 @@ class GlobalTokens(_OfNumber):
 
     name = "global"
 
-    def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
-        tokens = number(self.number, b, h, q, k)
-        return (q < tokens) | (k < tokens)
+    def keep(self, at: Pair) -> Any:
+        tokens = at.number(self.number)
+        return (at.q < tokens) | (at.k < tokens)
 
 
 class KvPrefix(_OfNumber):
@@ -47,8 +46,8 @@ class KvPrefix(_OfNumber):
 
     name = "kv_prefix"
 
-    def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
-        return k < number(self.number, b, h, q, k)
+    def keep(self, at: Pair) -> Any:
+        return at.k < at.number(self.number)
 
 
 @dataclass(frozen=True)
@@ -62,8 +61,8 @@ class Dilated(Mask):
     def __post_init__(self) -> None:
         check_number("step", self.step, low=1)
 
-    def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
-        return equal((q - k) % self.step, 0)
+    def keep(self, at: Pair) -> Any:
+        return equal((at.q - at.k) % self.step, 0)
 
 
 @dataclass(frozen=True)
@@ -95,10 +94,10 @@ class Intervals(Mask):
     def notation(self) -> str:
         return f"documents({self.first.notation})"
 
-    def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
+    def keep(self, at: Pair) -> Any:
         by_row, by_column = (self.first, self.end), (self.first_row, self.end_row)
-        ends, index = (by_row, k) if self.by == "rows" else (by_column, q)
-        first, end = (one.at(b, h, q, k, (seqlen_q, seqlen_kv)) for one in ends)
+        ends, index = (by_row, at.k) if self.by == "rows" else (by_column, at.q)
+        first, end = (one.at(at) for one in ends)
         return (first <= index) & (index < end)
 
     def for_side(self, side: Side) -> Mask:
@@ -114,9 +113,8 @@ class SameDocument(Mask):
     ids_q: Values
     ids_kv: Values
 
-    def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
-        lengths = (seqlen_q, seqlen_kv)
-        return equal(*(one.at(b, h, q, k, lengths) for one in (self.ids_q, self.ids_kv)))
+    def keep(self, at: Pair) -> Any:
+        return equal(self.ids_q.at(at), self.ids_kv.at(at))
 
 
 @dataclass(frozen=True)
@@ -143,8 +141,8 @@ class BlockSparse(Mask):
                 f"with {needed[0]} x {needed[1]} blocks, got {found[0]} x {found[1]}"
             )
 
-    def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
-        return self.layout.at(b, h, q, k, None, q // self.block, k // self.block)
+    def keep(self, at: Pair) -> Any:
+        return self.layout.at(at, at.q // self.block, at.k // self.block)
 
 
 @dataclass(frozen=True)
@@ -180,15 +178,15 @@ class Neighborhood(Mask):
                 f"got {seqlen_q} and {seqlen_kv}"
             )
 
-    def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
+    def keep(self, at: Pair) -> Any:
         keep: Any = True
         stride = 1
         for axis in reversed(range(len(self.grid))):
             size, window = self.grid[axis], min(self.window[axis], self.grid[axis])
-            at, seen = q // stride, k // stride
+            own, seen = at.q // stride, at.k // stride
             if axis:
-                at, seen = at % size, seen % size
-            first = at - self.window[axis] // 2
+                own, seen = own % size, seen % size
+            first = own - self.window[axis] // 2
             above = (seen >= first) | (seen >= size - window)
             below = (seen < first + self.window[axis]) | (seen < window)
             inside = above & below & (seen < size) if not axis else above & below
@@ -198,8 +196,7 @@ class Neighborhood(Mask):
 
 
 def equal(left: Any, right: Any) -> Any:
-    if is_symbolic(left, right):
-        import sympy
+    """Return the condition that two numbers are equal."""
+    from sympy import Eq
 
-        return sympy.Eq(left, right)
-    return left == right
+    return Eq(left, right)

@@ -3,11 +3,10 @@ per batch, head, row or column."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
 
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.masks.language.elements import kind_of
@@ -34,6 +33,26 @@ Lengths = tuple[int, int]
 """seqlen_q and seqlen_kv of a call."""
 Made = dict[Any, tuple[Any, ...]]
 """Tables that one call has made already, by the recipe and its sources."""
+
+
+class Pair(NamedTuple):
+    """A row and a column that a predicate is asked for: SymPy expressions, or what stands for
+    them."""
+
+    b: Any
+    h: Any
+    q: Any
+    k: Any
+    seqlen_q: Any
+    seqlen_kv: Any
+
+    def centre(self, alignment: Alignment) -> Any:
+        """Return the column on the diagonal of the row."""
+        return self.q if alignment == "top_left" else self.q + self.seqlen_kv - self.seqlen_q
+
+    def number(self, value: int | Values) -> Any:
+        """Return a number of a mask, looked up where it is of the pair."""
+        return value.at(self) if isinstance(value, Values) else value
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,11 +173,6 @@ class Values:
         """Return another table of the same recipe, or a stand-in for one."""
         return replace(self, axes=axes, pattern=pattern, part=part if self.recipe else 0)
 
-    def made(self, device: Any, lengths: Lengths) -> Values:
-        """Return the values of a table that is on a device as kernels read it, for a call of such
-        lengths. Raises InvalidProblem."""
-        return replace(self, tensor=self.on(device, lengths), recipe=None, part=0)
-
     def on(self, device: Any, lengths: Lengths | None = None, made: Made | None = None) -> Any:
         """Return the table on a device, as kernels read it: contiguous, of `elements`.
 
@@ -179,26 +193,16 @@ class Values:
             check_range(self.tensor, None if self.axes is None else LIMIT)
         return self.tensor.detach().to(device, getattr(torch, self.elements)).contiguous()
 
-    def at(self, b: Any, h: Any, q: Any, k: Any, lengths: Any = None, *indices: Any) -> Any:
-        """Return the element for a pair: a number, a tensor, or a SymPy look-up. `indices` follow
-        those that `axes` names; 0 is read beyond the end."""
-        chosen = {"b": b, "h": h, "q": q, "k": k}
-        indices = (*(chosen[axis] for axis in self.axes or ""), *indices)
-        if is_symbolic(b, h, q, k):
-            import sympy
+    def at(self, pair: Pair, *indices: Any) -> Any:
+        """Return the element for a pair: a number, or of bools the condition that it holds.
+        `indices` follow those that `axes` names; 0 is read beyond the end."""
+        import sympy
 
-            from tilegen.masks.language.symbols import Lookup
+        from tilegen.masks.language.symbols import Lookup
 
-            found = Lookup(self.symbol, *indices)
-            return sympy.Ne(found, 0) if self.kind == "bool" else found
-        import torch
-
-        from tilegen.masks.language.evaluation import read
-
-        device = next((one.device for one in chosen.values() if hasattr(one, "device")), "cpu")
-        places = [torch.as_tensor(index, device=device) for index in indices]
-        found = read(self.on(device, lengths), places)
-        return found != 0 if self.kind == "bool" else found
+        of_axes = (getattr(pair, axis) for axis in self.axes or "")
+        element = Lookup(self.symbol, *of_axes, *indices)
+        return sympy.Ne(element, 0) if self.kind == "bool" else element
 
     def sample(self, shape: dict[str, int]) -> np.ndarray[Any, Any]:
         """Return the elements on the host, or typical ones for a `shape` in b, h, q and k."""
@@ -239,12 +243,6 @@ class Values:
         return replace(self, tensor=tensor.to(device))
 
 
-def is_symbolic(*indices: Any) -> bool:
-    """Whether any index is a SymPy expression; loads nothing."""
-    sympy = sys.modules.get("sympy")
-    return bool(sympy) and any(isinstance(index, sympy.Basic) for index in indices)
-
-
 def as_tensor(name: str, value: Any) -> torch.Tensor:
     """Return a tensor, or one that is made of numbers in lists. Raises InvalidProblem."""
     import torch
@@ -280,11 +278,6 @@ def values(tensor: Any, axes: str) -> Values:
         raise InvalidProblem("values must not be empty")
     check_range(tensor, LIMIT)
     return Values(axes=axes, typical=typical_of(tensor), tensor=tensor)
-
-
-def number(value: int | Values, b: Any, h: Any, q: Any, k: Any) -> Any:
-    """Return a number of a mask as its predicate needs it for a pair."""
-    return value.at(b, h, q, k) if isinstance(value, Values) else value
 
 
 def shown(value: int | tuple[int, ...] | Values) -> str:

@@ -44,7 +44,7 @@ def again(comparison: Any) -> Boolean:
 
 def opposite(condition: Any) -> Boolean:
     """Return the opposite of a condition, whose comparisons fail where a side is NaN."""
-    return sympy.Not(_with_nan(condition))
+    return sympy.Not(_with_nan(sympy.sympify(condition)))
 
 
 def either(left: Any, right: Any) -> Boolean:

@@ -39,8 +39,8 @@ def evaluate(
     expr: sympy.Basic,
     captured: Sequence[torch.Tensor],
     *,
-    b: torch.Tensor,
-    h: torch.Tensor,
+    b: torch.Tensor | int,
+    h: torch.Tensor | int,
     q: torch.Tensor,
     k: torch.Tensor,
     s: torch.Tensor | None = None,
@@ -53,8 +53,13 @@ def evaluate(
     still out of range reads 0. Raises Unsupported for a look-up of other dimensions than its
     tensor's, InvalidProblem for a score where `s` is missing.
     """
-    lengths = (torch.as_tensor(length, device=q.device) for length in (seqlen_q, seqlen_kv))
-    pair = (b.long(), h.long(), q.long(), k.long(), *lengths)
+
+    def whole(value: torch.Tensor | int) -> torch.Tensor:
+        if isinstance(value, torch.Tensor):
+            return value.long()
+        return filled(value, torch.int64, q.device)
+
+    pair = map(whole, (b, h, q, k, seqlen_q, seqlen_kv))
     given: dict[sympy.Symbol, Any] = dict(zip(PAIR, pair, strict=True))
     if s is not None:
         given[S] = s
@@ -199,8 +204,7 @@ class Points:
 
     def _number(self, value: float) -> Any:
         dtype = torch.int64 if isinstance(value, int) else self._dtype
-        # Filled where it is: a copy onto a GPU waits for it, and cannot be captured in a graph.
-        return self.constant(torch.full((), value, dtype=dtype, device=self._device))
+        return self.constant(filled(value, dtype, self._device))
 
     def constant(self, value: torch.Tensor) -> Any:
         """Return the stand-in for a number or a truth that is the same everywhere."""
@@ -209,6 +213,12 @@ class Points:
     def apply(self, function: Callable[..., torch.Tensor], *args: Any) -> Any:
         """Apply a function of tensors to their stand-ins."""
         return function(*args)
+
+
+def filled(value: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a number as a tensor that is filled where it is: a copy onto a GPU waits for it, and
+    cannot be captured in a graph."""
+    return torch.full((), value, dtype=dtype, device=device)
 
 
 # The first of equal arguments takes the gradient, which torch's own share; as with torch's own

@@ -27,9 +27,20 @@ from sympy.logic.boolalg import Boolean, to_dnf
 
 from tilegen.errors import Unsupported
 from tilegen.masks.language.integers import exact, is_int
-from tilegen.masks.language.symbols import FIRST, LAST, SEQLEN_KV, SEQLEN_Q, B, H, K, Lookup, Q
-from tilegen.masks.language.symbols import captured_name as named
+from tilegen.masks.language.symbols import (
+    FIRST,
+    LAST,
+    SEQLEN_KV,
+    SEQLEN_Q,
+    B,
+    H,
+    K,
+    Lookup,
+    Q,
+    captured_name,
+)
 from tilegen.masks.mask import Mask, Side
+from tilegen.masks.pairs import AT, named
 from tilegen.masks.remembered import by_mask
 from tilegen.masks.tiles.containment import outermost
 from tilegen.masks.tiles.intervals import Edges
@@ -115,28 +126,10 @@ def edges(interval: Interval, length: sympy.Expr | None = None) -> Edges:
     return Edges(lo, hi, None if nonempty == True else nonempty)  # noqa: E712 - SymPy's true
 
 
-def predicate(mask: Mask, side: Side = "rows") -> Boolean:
-    """Return the mask as a SymPy Boolean in B, H, Q, K, SEQLEN_Q, SEQLEN_KV and look-ups in its
-    values, whose names are t0, t1, ... in the order of `mask.values`."""
-    return _named(mask, mask.for_side(side).keep(*_AT))
-
-
-_AT = (Q, K, SEQLEN_Q, SEQLEN_KV, B, H)
-
-
-def _named(mask: Mask, condition: Any) -> Boolean:
-    """Return a condition with its values named by their slots."""
-    names = {
-        value.symbol: named(slot, "bool" if value.rising else value.kind)
-        for slot, value in enumerate(mask.values)
-    }
-    return sympy.sympify(condition).xreplace(names)
-
-
 @by_mask(256)
 def depends_on(mask: Mask) -> frozenset[sympy.Symbol]:
     """Return which of B and H the predicate depends on."""
-    return frozenset(predicate(mask).free_symbols & {B, H})
+    return frozenset(mask.predicate().free_symbols & {B, H})
 
 
 def stream_sets(mask: Mask, side: Side) -> StreamSets:
@@ -161,8 +154,8 @@ def _solved(mask: Mask, side: Side) -> StreamSets | str:
 
 def _solve_sets(mask: Mask, side: Side) -> StreamSets:
     stationary, streamed, length = (Q, K, SEQLEN_KV) if side == "rows" else (K, Q, SEQLEN_Q)
-    most, sure = (_named(mask, one) for one in mask.for_side(side).enclosing(*_AT))
-    rising = {named(slot, "bool") for slot, value in enumerate(mask.values) if value.rising}
+    most, sure = (named(mask.values, one) for one in mask.for_side(side).enclosing(AT))
+    rising = {captured_name(slot, "bool") for slot, value in enumerate(mask.values) if value.rising}
     inside = [streamed, length - 1 - streamed]
 
     def solved(conjunction: list[sympy.Expr]) -> Interval:

@@ -32,7 +32,7 @@ from tilegen.masks.mask import Mask, Side, SlidingWindow
 from tilegen.masks.remembered import by_mask
 from tilegen.masks.shapes import Shape, TiledShape
 from tilegen.masks.tensors import tensors_of
-from tilegen.masks.tiles.closed_form import depends_on, edges, predicate, stream_sets
+from tilegen.masks.tiles.closed_form import depends_on, edges, stream_sets
 from tilegen.masks.tiles.intervals import Arithmetic, Edges, Range, Visited, merge
 from tilegen.masks.tiles.tile_lists import build
 from tilegen.masks.usual import Neighborhood
@@ -297,7 +297,7 @@ def _built(mask: Mask, shape: TiledShape) -> tuple[Flags, Flags]:
 def flags(mask: Mask, shape: TiledShape, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return which tiles (batch, heads, rows, columns) keep anything, and which keep all."""
     tensors = tensors_of(mask, shape, device)
-    return build(predicate(mask), tensors, shape, device=device, side="rows").flags(shape.columns)
+    return build(mask.predicate(), tensors, shape, device=device, side="rows").flags(shape.columns)
 
 
 def _joined(flags: Flags, by: tuple[int, int], how: Callable[..., Any]) -> Flags:
