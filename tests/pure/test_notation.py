@@ -18,7 +18,8 @@ from tilegen.masks.tiles.tile_ranges import tile_ranges
 HOSTILE = [
     "", " ", "()", "((", "))", "~", "~~~", "&", "|", "causal&&causal", "causal|", "(causal",
     "causal)", "[causal]", "{causal}", "causal()", "causal(())", "full(1)", "causal#", "None",
-    "causal\x00", "import os", "window(,)", "window(1,)", "window(0x10,0)",
+    "causal\x00", "1if", "window('3',0)", "window(3x3,0)", "window(causal,0)", "import os",
+    "window(,)", "window(1,)", "window(0x10,0)",
     "window(1e3,0)", "window(+5,0)", "window(--5,0)", "window(1_0,0)", "window(-2,0)",
     "window(9999999999999,0)", "window(999999999999,0)", "window[1,2]", "dilated(0)",
     "dilated(-1)", "dilated(@h:2)", "global(-1)", "prefix_lm(-5)", "prefix_lm(@)", "prefix_lm(@h)",
@@ -39,7 +40,7 @@ HOSTILE = [
     "keep(q%0<k)", "keep(1//0<q)", "keep(9**9**9<k)", "keep(nan<q)", "keep(q.__class__)",
     "keep((lambda:1)())", "keep(__import__('os').system('true'))", "keep(open('x')<q)",
     "keep(q<" + "(" * 250 + "k" + ")" * 250 + ")", "keep(" + "~" * 500 + "(q<k))",
-    "(" * 40 + "causal" + ")" * 40, "~" * 40 + "causal", "(" * 10_000, ")" * 10_000,
+    "(" * 250 + "causal" + ")" * 250, "~" * 40 + "causal", "(" * 10_000, ")" * 10_000,
     "causal" + "&causal" * 5_000, "&".join(f"window({i},0)" for i in range(3_000)),
 ]  # fmt: skip
 
@@ -117,6 +118,16 @@ def test_whatever_is_read_is_a_mask(text: str) -> None:
         ("~~causal", "causal"),
         ("keep( (q) >= k )", "keep(k<=q)"),
         ("window( 3 , @h:8 )", "window(3,@h:8)"),
+        ("keep(t0[()] >= k, @:50int)", "keep(k<=t0[()],@:50int)"),
+        (
+            "unlisted(block_sparse(@bh:50,16) & global(5))",
+            "unlisted(block_sparse(@bh:50,16)&global(5))",
+        ),
+        (
+            "within(same_id(@q:4,@k:4), ~window(3,0)|causal)",
+            "within(same_id(@q:4,@k:4),causal|~window(3,0))",
+        ),
+        ("neighborhood( 3x4x5 , 1x3x5 )", "neighborhood(3x4x5,1x3x5)"),
     ],
 )
 def test_many_spellings_have_one_notation(text: str, canonical: str) -> None:
@@ -124,5 +135,5 @@ def test_many_spellings_have_one_notation(text: str, canonical: str) -> None:
 
 
 def test_every_form_is_named_in_the_error() -> None:
-    for name in notation._MAKERS:
+    for name in (one.rstrip("_") for one in notation.CONSTRUCTORS):
         assert f"{name}(" in notation.FORMS or f"{name}," in notation.FORMS

@@ -7,6 +7,7 @@ composed or compiled: a cached call only hashes scores.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -79,11 +80,10 @@ def check_function(score: Any) -> None:
 
 def parse_score(notation: str) -> ScoreForm:
     """Return the form that `score(...)` describes. Raises InvalidProblem."""
-    from tilegen.masks.notation import split_arguments
-
     if not notation.endswith(")"):
         raise InvalidProblem(f"expected score(...), got {notation[:200]!r}: ) is missing")
-    text, *rest = split_arguments(notation.removeprefix("score(").removesuffix(")"), notation)
+    inner = notation.removeprefix("score(").removesuffix(")")
+    text, *rest = map(str.strip, re.split(r",(?=[\w+, ]*$)", inner))  # before names up to the end
     sinks = rest[-1:] == ["sinks"]
     form = ScoreForm(text, tuple(rest[:-1] if sinks else rest), sinks)
     if not set(form.elements) <= set(ELEMENTS):

@@ -3,7 +3,7 @@ kernels."""
 
 from __future__ import annotations
 
-import re
+import ast
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -12,7 +12,6 @@ import torch
 
 from tilegen.errors import InvalidProblem
 from tilegen.masks.mask import Mask
-from tilegen.masks.notation import split_arguments
 from tilegen.masks.score import Score
 from tilegen.masks.shapes import Shape
 from tilegen.masks.values import Made, has_values
@@ -110,12 +109,16 @@ def _wrong_size(what: str, needed: int, along: str, size: int) -> InvalidProblem
 @lru_cache(maxsize=256)
 def _whole_axes(text: str) -> tuple[tuple[int, int, str], ...]:
     """Return (slot, axis, name) of what a score looks up by h or b alone."""
-    return tuple(
-        (int(slot), axis, index)
-        for slot, indices in re.findall(r"t(\d+)\[([^\[\]]*)\]", text)
-        for axis, index in enumerate(split_arguments(indices, text))
-        if index in ("b", "h")
-    )
+    found: list[tuple[int, int, str]] = []
+    for node in ast.walk(ast.parse(text)):
+        match node:
+            case ast.Subscript(value=ast.Name(id=table), slice=index):
+                parts = index.elts if isinstance(index, ast.Tuple) else [index]
+                names = ((axis, ast.unparse(part)) for axis, part in enumerate(parts))
+                found += [(int(table[1:]), axis, name) for axis, name in names if name in "bh"]
+            case _:
+                pass
+    return tuple(found)
 
 
 def score_tensors(

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import sympy
 
-from tilegen.errors import InvalidProblem, TilegenError
+from tilegen.errors import InvalidProblem
 from tilegen.masks.language.elements import kind_of
 from tilegen.masks.language.integers import quotient
 from tilegen.masks.language.nodes import BITS, FUNCTIONS, SYMBOLS, Where, normalise
 from tilegen.masks.language.ordered import NAMES, Ordered
+from tilegen.masks.language.reader import Reader, chain
 from tilegen.masks.language.spelling import (
     AND,
     ATOM,
@@ -47,9 +48,7 @@ if TYPE_CHECKING:
     import torch
 
 MAX_TEXT = 2**15
-"""Longest text read, in characters."""
 MAX_DEPTH = 64
-"""Deepest nesting read, in brackets and operators that are not chains."""
 MAX_INTEGER = 2**62
 
 
@@ -152,19 +151,7 @@ def from_text(text: str, kinds: Sequence[str] = ()) -> sympy.Basic:
 
     Raises InvalidProblem for anything that is not a mask predicate or a score, without running it.
     """
-    if len(text) > MAX_TEXT:
-        raise InvalidProblem(
-            f"expected at most {MAX_TEXT} characters in an expression, got {len(text)}"
-        )
-    try:
-        return normalise(_Reader(kinds).read(ast.parse(text, mode="eval").body, 0))
-    except SyntaxError:
-        reason = "it does not read as an expression of Python"
-    except (ValueError, TypeError, ArithmeticError, RecursionError, MemoryError) as e:
-        reason = str(e) if isinstance(e, InvalidProblem) else f"{type(e).__name__}: {e}"
-    except TilegenError as e:
-        reason = str(e)
-    raise InvalidProblem(f"expected the text of a mask or score, got {text[:200]!r}: {reason}")
+    return _Expressions(kinds).parse(text)
 
 
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -179,45 +166,73 @@ _COMPARE: dict[type[ast.cmpop], Any] = {
     ast.Gt: sympy.Gt,
     ast.GtE: sympy.Ge,
 }
+_NAMED = {**SYMBOLS, "inf": sympy.oo}
+_EXACT = ("min", "max", "abs", "sign", *BITS, *NAMES.values(), *WRAPPED)
+"""The functions whose value of an exact number SymPy knows at once."""
 
 
-class _Reader:
-    """Builds SymPy expressions from Python's syntax trees, node by node from a white list."""
+class _Expressions(Reader):
+    """Reads expressions of SymPy."""
+
+    what = "the text of a mask or score"
+    longest = MAX_TEXT
+    deepest = MAX_DEPTH
+    operators: ClassVar = {ast.BitAnd: sympy.And, ast.BitOr: sympy.Or, ast.Invert: sympy.Not}
 
     def __init__(self, kinds: Sequence[str]) -> None:
         self._kinds = kinds
 
-    def read(self, node: ast.expr, depth: int) -> Any:
-        if depth > MAX_DEPTH:
-            raise InvalidProblem(f"expected at most {MAX_DEPTH} levels of nesting")
-        depth += 1
+    def whole(self, node: ast.expr) -> Any:
+        return normalise(self.read(node, 0))
+
+    def leaf(self, value: Any, *, is_name: bool) -> Any:
+        if is_name and value in _NAMED:
+            return _NAMED[value]
+        if is_name or not isinstance(value, bool | int | float):
+            raise InvalidProblem(f"expected numbers, {', '.join(_NAMED)}, got {value!r}")
+        if isinstance(value, int) and abs(value) > MAX_INTEGER:
+            raise InvalidProblem(f"expected integers up to {MAX_INTEGER}")
+        return sympy.sympify(value)
+
+    def call(self, name: str, args: list[ast.expr], depth: int) -> Any:
+        if name == "where" and len(args) == 3:
+            condition = self.operand(args[0], depth)
+            return Where(condition, *(self._value(arg, depth) for arg in args[1:]))
+        if name not in FUNCTIONS:
+            raise InvalidProblem(f"expected {', '.join(FUNCTIONS)}, got the function {name!r}")
+        pairs = (*BITS, *NAMES.values())
+        arity = len(args) if name in ("min", "max") and args else 2 if name in pairs else 1
+        if name == "where" or len(args) != arity:
+            raise InvalidProblem(f"{name} does not take {len(args)} arguments")
+        values = [self._value(arg, depth) for arg in args]
+        if name not in _EXACT and values[0].is_number:
+            # SymPy might compute billions of digits of an exact number's function.
+            values[0] = sympy.Float(float(normalise(values[0])))
+        return FUNCTIONS[name](*values)
+
+    def operand(self, node: ast.expr, depth: int) -> Any:
+        value = self.read(node, depth)
+        if not is_condition(value):
+            raise InvalidProblem(f"expected a condition, got the number {ast.unparse(node)!r}")
+        return value
+
+    def other(self, node: ast.expr, depth: int) -> Any:
         match node:
-            case ast.Constant(value=bool() | int() | float() as value):
-                return self._constant(value)
-            case ast.Name(id=name):
-                return self._name(name)
             case ast.Subscript(value=ast.Name(id=name), slice=index):
                 parts = index.elts if isinstance(index, ast.Tuple) else [index]
                 return Lookup(self._captured(name), *(self._value(part, depth) for part in parts))
-            case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in FUNCTIONS:
-                return self._call(name, args, depth)
             case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARE:
                 return _COMPARE[type(op)](self._value(left, depth), self._value(right, depth))
-            case ast.UnaryOp(op=ast.Invert(), operand=operand):
-                return sympy.Not(self._condition(operand, depth))
             case ast.UnaryOp(op=ast.USub()) | ast.BinOp(op=ast.Mult() | ast.Div()):
                 return sympy.Mul(*self._factors(node, depth))
             case ast.BinOp(op=ast.Add() | ast.Sub()):
                 return sympy.Add(*self._terms(node, depth))
-            case ast.BinOp(op=ast.BitAnd() | ast.BitOr() as op):
-                join = sympy.And if isinstance(op, ast.BitAnd) else sympy.Or
-                return join(*(self._condition(part, depth) for _, part in _chain(node, type(op))))
             case ast.BinOp(left=left, op=ast.Pow(), right=right):
                 return self._power(self._value(left, depth), self._value(right, depth))
             case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
                 return _BINARY[type(op)](self._value(left, depth), self._divisor(right, depth))
             case _:
-                raise InvalidProblem(f"{ast.unparse(node)[:80]!r} is not part of an expression")
+                return super().other(node, depth)
 
     def _value(self, node: ast.expr, depth: int) -> Any:
         value = self.read(node, depth)
@@ -231,24 +246,6 @@ class _Reader:
             raise InvalidProblem(f"division by {ast.unparse(node)!r}, which is 0")
         return value
 
-    def _condition(self, node: ast.expr, depth: int) -> Any:
-        value = self.read(node, depth)
-        if not is_condition(value):
-            raise InvalidProblem(f"expected a condition, got the number {ast.unparse(node)!r}")
-        return value
-
-    def _constant(self, value: float) -> Any:
-        if abs(value) > MAX_INTEGER and isinstance(value, int):
-            raise InvalidProblem(f"expected integers up to {MAX_INTEGER}")
-        return sympy.sympify(value)
-
-    def _name(self, name: str) -> Any:
-        if name == "inf":
-            return sympy.oo
-        if name not in SYMBOLS:
-            raise InvalidProblem(f"expected {', '.join(SYMBOLS)} or inf, got {name!r}")
-        return SYMBOLS[name]
-
     def _captured(self, name: str) -> sympy.Symbol:
         digits = name[1:]
         if name[0] != "t" or not digits.isdecimal() or name != f"t{int(digits)}":
@@ -256,20 +253,6 @@ class _Reader:
         if int(digits) >= len(self._kinds):
             raise InvalidProblem(f"{name} was asked for, and {len(self._kinds)} tensors given")
         return captured_name(int(digits), self._kinds[int(digits)])
-
-    def _call(self, name: str, args: list[ast.expr], depth: int) -> Any:
-        if name == "where" and len(args) == 3:
-            condition = self._condition(args[0], depth)
-            return Where(condition, *(self._value(arg, depth) for arg in args[1:]))
-        pairs = (*BITS, *NAMES.values())
-        arity = len(args) if name in ("min", "max") and args else 2 if name in pairs else 1
-        if name == "where" or len(args) != arity:
-            raise InvalidProblem(f"{name} does not take {len(args)} arguments")
-        values = [self._value(arg, depth) for arg in args]
-        if name not in ("min", "max", "abs", "sign", *pairs, *WRAPPED) and values[0].is_number:
-            # SymPy might compute billions of digits of an exact number's function.
-            values[0] = sympy.Float(float(normalise(values[0])))
-        return FUNCTIONS[name](*values)
 
     def _power(self, base: Any, exponent: Any) -> Any:
         if base.is_number and exponent.is_number:
@@ -282,13 +265,13 @@ class _Reader:
             sympy.Mul(-1, *self._factors(part, depth))
             if isinstance(op, ast.Sub)
             else self._value(part, depth)
-            for op, part in _chain(node, ast.Add, ast.Sub)
+            for op, part in chain(node, ast.Add, ast.Sub)
         ]
 
     def _factors(self, node: ast.expr, depth: int) -> list[Any]:
         """Return the factors of a product, multiplied at once as `to_text` took them apart."""
         factors: list[Any] = []
-        for op, part in _chain(node, ast.Mult, ast.Div):
+        for op, part in chain(node, ast.Mult, ast.Div):
             match part:
                 case ast.UnaryOp(op=ast.USub(), operand=operand) if op is None:
                     factors += [sympy.Integer(-1), *self._factors(operand, depth)]
@@ -298,18 +281,6 @@ class _Reader:
                     else:
                         factors.append(self._value(part, depth))
         return factors
-
-
-def _chain(
-    node: ast.expr, *operators: type[ast.operator]
-) -> list[tuple[ast.operator | None, ast.expr]]:
-    """Return the operands of `a - b + c`, however long, from the last, each with the operator
-    before it."""
-    parts: list[tuple[ast.operator | None, ast.expr]] = []
-    while isinstance(node, ast.BinOp) and isinstance(node.op, operators):
-        parts.append((node.op, node.right))
-        node = node.left
-    return [*parts, (None, node)]
 
 
 def free_parts(expr: sympy.Basic) -> frozenset[str]:

@@ -1,0 +1,96 @@
+"""Reads texts that look like Python, node by node of a syntax tree: a white list of constructors
+says what a text may hold, and nothing is run."""
+
+from __future__ import annotations
+
+import ast
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+from tilegen.errors import InvalidProblem, TilegenError
+
+
+class Reader(ABC):
+    """Reads masks or expressions, which have calls, names, numbers, `&`, `|` and `~` in common."""
+
+    what: ClassVar[str]
+    """The name of what is read, for errors."""
+    longest: ClassVar[int]
+    """Longest text read, in characters."""
+    deepest: ClassVar[int]
+    """Deepest nesting read, of operators that are not chains, and calls."""
+    operators: ClassVar[Mapping[type, Callable[..., Any]]]
+    """Functions of operands by `ast.BitAnd`, `ast.BitOr` and `ast.Invert`."""
+    unread: ClassVar[str] = "it does not read as an expression of Python"
+    """What is wrong with a text that has no syntax tree."""
+
+    def parse(self, text: str) -> Any:
+        """Return what a text means. Raises InvalidProblem for any other text."""
+        if len(text) > self.longest:
+            raise InvalidProblem(
+                f"expected at most {self.longest} characters in {self.what}, got {len(text)}"
+            )
+        try:
+            return self.whole(self.tree(text))
+        except SyntaxError:
+            reason = self.unread
+        except (ValueError, TypeError, ArithmeticError, RecursionError, MemoryError) as e:
+            reason = str(e) if isinstance(e, InvalidProblem) else f"{type(e).__name__}: {e}"
+        except TilegenError as e:
+            reason = str(e)
+        raise InvalidProblem(f"expected {self.what}, got {text[:200]!r}: {reason}")
+
+    def tree(self, text: str) -> ast.expr:
+        """Return the syntax tree of a text."""
+        return ast.parse(text, mode="eval").body
+
+    @abstractmethod
+    def whole(self, node: ast.expr) -> Any:
+        """Return what a whole text means."""
+
+    def read(self, node: ast.expr, depth: int) -> Any:
+        """Return what a node means."""
+        if depth > self.deepest:
+            raise InvalidProblem(f"expected at most {self.deepest} levels of nesting")
+        depth += 1
+        match node:
+            case ast.Constant(value=value) | ast.Name(id=value):
+                return self.leaf(value, is_name=isinstance(node, ast.Name))
+            case ast.Call(func=ast.Name(id=name), args=args, keywords=[]):
+                return self.call(name, args, depth)
+            case ast.UnaryOp(op=ast.Invert() as op, operand=operand):
+                return self.operators[type(op)](self.operand(operand, depth))
+            case ast.BinOp(op=ast.BitAnd() | ast.BitOr() as op):
+                parts = (self.operand(part, depth) for _, part in chain(node, type(op)))
+                return self.operators[type(op)](*parts)
+            case _:
+                return self.other(node, depth)
+
+    @abstractmethod
+    def leaf(self, value: Any, *, is_name: bool) -> Any:
+        """Return what a name, or a number or another constant of Python, means."""
+
+    @abstractmethod
+    def call(self, name: str, args: list[ast.expr], depth: int) -> Any:
+        """Return what a constructor makes of its arguments."""
+
+    @abstractmethod
+    def operand(self, node: ast.expr, depth: int) -> Any:
+        """Return an operand of `&`, `|` or `~`."""
+
+    def other(self, node: ast.expr, depth: int) -> Any:
+        """Return what any other node means."""
+        raise InvalidProblem(f"{ast.unparse(node)[:80]!r} is not part of {self.what}")
+
+
+def chain(
+    node: ast.expr, *operators: type[ast.operator]
+) -> list[tuple[ast.operator | None, ast.expr]]:
+    """Return the operands of `a - b + c`, however long, from the last, each with the operator
+    before it."""
+    parts: list[tuple[ast.operator | None, ast.expr]] = []
+    while isinstance(node, ast.BinOp) and isinstance(node.op, operators):
+        parts.append((node.op, node.right))
+        node = node.left
+    return [*parts, (None, node)]
