@@ -11,12 +11,12 @@ import sympy
 import torch
 
 from tests.expression_trees import T1, integer
-from tilegen.masks.language.evaluation import Points
+from tilegen.masks.language.evaluation import points
 from tilegen.masks.language.integer_bounds import Sizes
 from tilegen.masks.language.integers import FloorDiv, prepared
 from tilegen.masks.language.nodes import BITS, Bits
 from tilegen.masks.language.symbols import SEQLEN_KV, B, H, K, Lookup, Q, captured_name
-from tilegen.masks.language.value_bounds import LARGEST, Interval, TileBounds
+from tilegen.masks.language.value_bounds import LARGEST, Interval, intervals, tile_bounds
 from tilegen.masks.language.widths import WRAPPED
 
 CPU = torch.device("cpu")
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 def test_bits_of_tiles(name: str) -> None:
     """The ends of intervals of both signs, narrow and wide."""
     operation, random = BITS[name], Random(0)
-    tiles = TileBounds([], {}, CPU, {})
+    compute = intervals({})[Bits]
     for _ in range(400):
         left = sorted(random.randint(-40, 200) for _ in range(2))
         right = sorted(random.randint(-40, 200) for _ in range(2))
@@ -34,8 +34,8 @@ def test_bits_of_tiles(name: str) -> None:
             right = sorted(random.randint(0, 9) for _ in range(2))
         if random.random() < 0.5:
             left[1] = min(left[1], left[0] + random.randint(0, 9))
-        intervals = (Interval(*(torch.tensor([end]) for end in ends)) for ends in (left, right))
-        found = tiles.bits(operation, *intervals)
+        given = (Interval(*(torch.tensor([end]) for end in ends)) for ends in (left, right))
+        found = compute(operation, *given)
         values = _all(operation, left, right)
         assert int(found.lo) <= min(values) <= max(values) <= int(found.hi), (left, right)
 
@@ -58,8 +58,8 @@ def test_what_is_not_bounded_stays_so() -> None:
         FloorDiv(unbounded, Q + 1) - 5,
         sympy.Abs(unbounded) + Q,
     ):
-        values = Points([], given, CPU)(expr)
-        found = TileBounds([], tile, CPU, {})(expr)
+        values = points([], given, CPU)(expr)
+        found = tile_bounds([], tile, CPU, {})(expr)
         assert int(found.lo) <= int(values.min()) <= int(values.max()) <= int(found.hi), expr
 
 
@@ -77,7 +77,7 @@ def test_integer_formulas(seed: int) -> None:
             for axis, n in enumerate((2, 3, 12, 12))]  # fmt: skip
     captured = [torch.zeros(3, 10), torch.arange(7) % 5 - 2, torch.arange(5) % 3 == 0]
     given = dict(zip((B, H, Q, K), axes, strict=True)) | {SEQLEN_KV: torch.tensor(12)}
-    values = Points(captured, given, CPU)(expr).clamp(-LARGEST, LARGEST)  # beyond: anything
+    values = points(captured, given, CPU)(expr).clamp(-LARGEST, LARGEST)  # beyond: anything
     known: dict[Any, tuple[int, int]] = {B: (0, 1), H: (0, 2), Q: (0, 11), K: (0, 11)}
     known |= {SEQLEN_KV: (12, 12), captured_name(1, "int"): (-2, 2)}
     known |= {captured_name(2, "bool"): (0, 1)}
@@ -88,7 +88,7 @@ def test_integer_formulas(seed: int) -> None:
         for symbol, (low, high) in known.items()
         if symbol in given
     }
-    found = TileBounds(captured, tile, CPU, {})(expr)
+    found = tile_bounds(captured, tile, CPU, {})(expr)
     assert int(found.lo) <= int(values.min()) <= int(values.max()) <= int(found.hi)
 
 

@@ -28,7 +28,7 @@ from tilegen.masks import (
     sliding_window,
     values,
 )
-from tilegen.masks.language.evaluation import Points
+from tilegen.masks.language.evaluation import points
 from tilegen.masks.language.integers import exact
 from tilegen.masks.language.symbols import FIRST, LAST, SEQLEN_KV, SEQLEN_Q, B, H
 from tilegen.masks.mask import Side
@@ -338,11 +338,11 @@ def test_one_interval_leaves_the_tiles_that_several_merged_do(
     lengths = {SEQLEN_Q: torch.tensor(seqlen_q), SEQLEN_KV: torch.tensor(seqlen_kv)}
     heads = {B: torch.arange(BATCH)[:, None, None], H: torch.arange(HEADS)[:, None]}
     tables = [value.on("cpu") for value in mask.values]
-    points = Points(tables, ends | lengths | heads, torch.device("cpu"))
+    computed = points(tables, ends | lengths | heads, torch.device("cpu"))
 
     def number(expr: sympy.Expr) -> torch.Tensor:
         shape = (BATCH, HEADS, len(first))
-        return points(exact(sympy.sympify(expr))).expand(shape).clone()
+        return computed(exact(sympy.sympify(expr))).expand(shape).clone()
 
     live, full = sets.live[0], sets.full
     tile_lo = number(live.lo) // block

@@ -20,16 +20,16 @@ from tilegen.masks.tiles.tile_lists import lists_of
 def largest_result(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """Return a function that gives the bytes of the largest result of any operation so far."""
     largest = 0
-    computed = evaluation.Points._compute
+    computed = evaluation.Walk._compute
 
-    def compute(self: evaluation.Points, expr: Any) -> Any:
+    def compute(self: evaluation.Walk, expr: Any) -> Any:
         nonlocal largest
         result = computed(self, expr)
         parts = vars(result).values() if not isinstance(result, torch.Tensor) else [result]
         largest = max(largest, *(part.nbytes for part in parts))
         return result
 
-    monkeypatch.setattr(evaluation.Points, "_compute", compute)
+    monkeypatch.setattr(evaluation.Walk, "_compute", compute)
     return lambda: largest
 
 

@@ -18,7 +18,7 @@ import torch
 
 from tilegen import sympy_lock
 from tilegen.masks.language.comparisons import opposite
-from tilegen.masks.language.evaluation import Points
+from tilegen.masks.language.evaluation import points
 from tilegen.masks.language.integers import is_int, prepared
 from tilegen.masks.language.ordered import Ordered
 from tilegen.masks.language.symbols import (
@@ -205,7 +205,7 @@ def _numbers(
         for name, value in zip((SEQLEN_Q, SEQLEN_KV), lengths, strict=True):
             symbols[name] = torch.full((), value, device=device)  # a copy could not be captured
         with sympy_lock.lock:
-            number = Points(captured, symbols, device, dtype)(prepared(expr))
+            number = points(captured, symbols, device, dtype)(prepared(expr))
         number = number.long() if number.dtype == torch.bool else number
         found.append(number.expand(*shape, length))
     common = torch.promote_types(found[0].dtype, found[1].dtype)

@@ -1,5 +1,5 @@
-"""Evaluates masks and scores with torch: one walk for pairs, in the reference and in tile lists,
-and for the intervals of whole tiles.
+"""Evaluates masks and scores: one walk over expressions, for the pairs of the reference and of tile
+lists in torch's tensors, and for whole tiles in intervals.
 
 Integers have 64 bits; floats are single precision in masks, as in kernels, and in scores have the
 precision of the score; a comparison that reads a float64 table is made in double. Floors and
@@ -8,9 +8,9 @@ remainders are Python's; an integer divided by 0 is left as it is, with remainde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 import sympy
@@ -23,16 +23,6 @@ from tilegen.masks.language.nodes import ELEMENTARY, Bits, Where, ties
 from tilegen.masks.language.ordered import Ordered
 from tilegen.masks.language.symbols import PAIR, Lookup, S, is_condition, reads, slot_of
 from tilegen.masks.language.widths import Wrapped
-
-_HALF = sympy.Rational(1, 2)
-_ELEMENTARY: dict[type, Callable[[torch.Tensor], torch.Tensor]] = {
-    node: getattr(torch, name) for name, node in ELEMENTARY.items()
-}
-_COMPARE: dict[type, Callable[..., torch.Tensor]] = {
-    sympy.Lt: torch.lt,
-    sympy.Le: torch.le,
-    sympy.Eq: torch.eq,
-}
 
 
 def evaluate(
@@ -64,40 +54,55 @@ def evaluate(
     if s is not None:
         given[S] = s
     dtype = torch.float32 if s is None else s.dtype
-    points = Points(captured, given, q.device, dtype)
-    found = points(prepared(expr))
+    found = points(captured, given, q.device, dtype)(prepared(expr))
     return found if is_condition(expr) else found.to(dtype)
 
 
-class Points:
-    """Walks a prepared expression for pairs (b, h, q, k): numbers and truths are tensors that
-    broadcast. Every distinct subexpression is computed once and kept."""
+Domain = Mapping[Any, Callable[..., Any]]
+"""What expressions are computed in: the function for each operation, of the numbers and truths of
+the domain. Nodes have their class as a key, where Bits and Wrapped take the exact class first. The
+others have names: "constant" of a tensor, "real" and "whole" to convert, "divide", "power" by a
+positive integer, "root", "read" of a table, and "other" for nodes without a key."""
+
+
+class Walk:
+    """Computes prepared expressions in a domain. Every distinct subexpression is computed once and
+    kept."""
 
     def __init__(
         self,
+        domain: Domain,
         captured: Sequence[torch.Tensor],
-        values: Mapping[sympy.Symbol, Any],
+        known: Callable[[Any], Any],
         device: torch.device,
         dtype: torch.dtype = torch.float32,
+        refined: Callable[[Any, Any], Any] = lambda _, value: value,
     ) -> None:
-        """`captured[i]` is what `Lookup(t<i>, ...)` reads; `values` stands for the symbols, and
-        `dtype` is the one that floats are computed in."""
+        """`captured[i]` is what `Lookup(t<i>, ...)` reads. `known` returns the values of symbols
+        and look-ups, or None where there are none; `refined` tells of an expression and its value a
+        closer one. Floats are computed in `dtype`."""
+        self._do = domain
         self._captured = captured
-        self._values = values
+        self._known = known
         self._device = device
         self._dtype = dtype
-        self._done: dict[sympy.Basic, Any] = dict(values)
+        self._refined = refined
+        self._done: dict[sympy.Basic, Any] = {}
         self._in_double: Any = None
         self._doubles = {i for i, one in enumerate(captured) if one.dtype == torch.float64}
 
     def __call__(self, expr: sympy.Basic) -> Any:
         """Return the value of a prepared expression. Raises Unsupported, naming the term."""
         if expr not in self._done:
-            self._done[expr] = self._compute(expr)
+            known = self._known(expr) if isinstance(expr, sympy.Symbol | Lookup) else None
+            self._done[expr] = self._compute(expr) if known is None else known
         return self._done[expr]
 
     def _compute(self, expr: Any) -> Any:
-        number = self if is_int(expr) else self._float
+        return self._refined(expr, self._value(expr))
+
+    def _value(self, expr: Any) -> Any:
+        do, number = self._do, self if is_int(expr) else self._float
         match expr:
             case sympy.Symbol():
                 raise InvalidProblem(f"expected an expression without {expr}, which has no value")
@@ -105,93 +110,78 @@ class Points:
                 return self._number(int(expr))
             case sympy.Number():
                 return self._number(float(expr))
-            case sympy.Add():
-                return self._all(torch.add, map(number, expr.args))
-            case sympy.Mul():
-                return self._all(torch.mul, map(number, expr.args))
+            case sympy.Add() | sympy.Mul():
+                return reduce(do[expr.func], map(number, expr.args))
+            case sympy.Max() | sympy.Min():
+                return reduce(do[expr.func], map(number, ties(expr.args)))
             case sympy.Pow():
                 return self._power(expr.base, expr.exp, number)
-            case FloorDiv():
-                return self.apply(floor_divide, *map(self._integer, expr.args))
-            case sympy.Mod():
-                return self.apply(remainder, *map(self._integer, expr.args))
-            case Bits():
-                return self.apply(bits, type(expr), *map(self._integer, expr.args))
-            case Wrapped():
-                return self.apply(wrapped, type(expr), self._integer(expr.args[0]))
+            case FloorDiv() | sympy.Mod():
+                return do[expr.func](*map(self._integer, expr.args))
+            case Bits() | Wrapped():
+                kind = Bits if isinstance(expr, Bits) else Wrapped
+                return do[kind](type(expr), *map(self._integer, expr.args))
             case Exact():
                 return self._float(expr.args[0])
-            case sympy.Max():
-                return self._all(maximum, map(number, ties(expr.args)))
-            case sympy.Min():
-                return self._all(minimum, map(number, ties(expr.args)))
-            case sympy.Abs():
-                return self.apply(torch.abs, number(expr.args[0]))
-            case sympy.sign():
-                return self.apply(torch.sign, number(expr.args[0]))
-            case sympy.floor():
-                return self.apply(torch.floor, self._float(expr.args[0]))
+            case sympy.Abs() | sympy.sign():
+                return do[expr.func](number(expr.args[0]))
             case Where():
-                return self.apply(torch.where, self(expr.args[0]), *map(number, expr.args[1:]))
-            case sympy.And():
-                return self._all(torch.logical_and, map(self, expr.args))
-            case sympy.Or():
-                return self._all(torch.logical_or, map(self, expr.args))
+                return do[Where](self(expr.args[0]), *map(number, expr.args[1:]))
+            case sympy.And() | sympy.Or():
+                return reduce(do[expr.func], map(self, expr.args))
             case sympy.Not():
-                return self.apply(torch.logical_not, self(expr.args[0]))
+                return do[sympy.Not](self(expr.args[0]))
             case _ if expr in (sympy.true, sympy.false):
-                return self.constant(torch.full((), bool(expr), device=self._device))
+                return do["constant"](torch.full((), bool(expr), device=self._device))
             case sympy.Ne():
-                return self.apply(torch.logical_not, self(sympy.Eq(*expr.args, evaluate=False)))
+                return do[sympy.Not](self(sympy.Eq(*expr.args, evaluate=False)))
             case sympy.Gt() | sympy.Ge():
                 return self(expr.reversed)
             case Ordered() if expr.holds_for_nan:
-                return self.apply(torch.logical_not, self(expr.negated))
+                return do[sympy.Not](self(expr.negated))
             case Relational():
                 return self._comparison(expr)
             case Lookup():
-                return self.apply(read, self._tensor(expr), list(map(self._integer, expr.args[1:])))
-            case _ if expr.func in _ELEMENTARY:
-                return self.apply(_ELEMENTARY[expr.func], self._float(expr.args[0]))
+                return do["read"](self._tensor(expr), list(map(self._integer, expr.args[1:])))
+            case _ if expr.func is sympy.floor or expr.func in ELEMENTARY.values():
+                return self._of(expr.func)(self._float(expr.args[0]))
             case _:
                 raise Unsupported(
                     "expected arithmetic, comparisons and the functions of masks, of b, h, q, k, "
                     f"the lengths and captured tensors; got the term {expr}"
                 )
 
-    def _all(self, function: Callable[..., torch.Tensor], values: Iterable[Any]) -> Any:
-        return reduce(partial(self.apply, function), values)
+    def _of(self, node: type) -> Callable[..., Any]:
+        return self._do.get(node) or self._do["other"]
 
     def _float(self, expr: sympy.Basic) -> Any:
-        return self.apply(torch.Tensor.to, self(expr), self._dtype)
+        return self._do["real"](self(expr), self._dtype)
 
     def _integer(self, expr: sympy.Basic) -> Any:
         value = self(expr)
         # Others are floats that were rounded.
-        return value if is_int(expr) else self.apply(torch.Tensor.long, value)
+        return value if is_int(expr) else self._do["whole"](value)
 
     def _power(self, base: sympy.Expr, exponent: sympy.Expr, number: Callable[..., Any]) -> Any:
         if exponent.is_Integer and exponent > 0:
-            return self.apply(power, number(base), int(exponent))
+            return self._do["power"](number(base), int(exponent))
         if exponent.is_Rational and exponent < 0:
             below = self._power(base, -exponent, self._float)
-            return self.apply(torch.div, self._number(1.0), below)
-        if exponent == _HALF:
-            return self.apply(torch.sqrt, self._float(base))
-        if exponent.is_Number:
-            fixed = float(exponent)
-            return self.apply(lambda value: value**fixed, self._float(base))
-        return self.apply(torch.pow, self._float(base), self._float(exponent))
+            return self._do["divide"](self._number(1.0), below)
+        if exponent == sympy.Rational(1, 2):
+            return self._do["root"](self._float(base))
+        raised = float(exponent) if exponent.is_Number else self._float(exponent)
+        return self._of(sympy.Pow)(self._float(base), raised)
 
     def _comparison(self, expr: Relational) -> Any:
         if self._dtype != torch.float64 and reads(expr, self._doubles):
             if self._in_double is None:
                 self._in_double = copy(self)
-                self._in_double._done, self._in_double._dtype = dict(self._values), torch.float64
+                self._in_double._done, self._in_double._dtype = {}, torch.float64
             return self._in_double(expr)
         left, right = map(self if all(map(is_int, expr.args)) else self._float, expr.args)
         relation = expr.relation if isinstance(expr, Ordered) else type(expr)
-        return self.apply(_COMPARE[relation], left, right)
+        return self._do[relation](left, right)
 
     def _tensor(self, expr: Lookup) -> torch.Tensor:
         tensor = self._captured[slot_of(expr)]
@@ -204,15 +194,18 @@ class Points:
 
     def _number(self, value: float) -> Any:
         dtype = torch.int64 if isinstance(value, int) else self._dtype
-        return self.constant(filled(value, dtype, self._device))
+        return self._do["constant"](filled(value, dtype, self._device))
 
-    def constant(self, value: torch.Tensor) -> Any:
-        """Return the stand-in for a number or a truth that is the same everywhere."""
-        return value
 
-    def apply(self, function: Callable[..., torch.Tensor], *args: Any) -> Any:
-        """Apply a function of tensors to their stand-ins."""
-        return function(*args)
+def points(
+    captured: Sequence[torch.Tensor],
+    values: Mapping[sympy.Symbol, Any],
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+) -> Walk:
+    """Return the walk that computes tensors of the values at pairs, which broadcast; `values`
+    stands for the symbols."""
+    return Walk(TORCH, captured, values.get, device, dtype)
 
 
 def filled(value: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -279,3 +272,35 @@ def power(base: torch.Tensor, exponent: int) -> torch.Tensor:
 def nonzero(divisor: torch.Tensor) -> torch.Tensor:
     """Return a divisor with 1 for 0."""
     return torch.where(divisor == 0, torch.ones_like(divisor), divisor)
+
+
+TORCH: Domain = {
+    "constant": lambda value: value,
+    "real": torch.Tensor.to,
+    "whole": torch.Tensor.long,
+    "divide": torch.div,
+    "power": power,
+    "root": torch.sqrt,
+    "read": read,
+    sympy.Add: torch.add,
+    sympy.Mul: torch.mul,
+    FloorDiv: floor_divide,
+    sympy.Mod: remainder,
+    Bits: bits,
+    Wrapped: wrapped,
+    sympy.Max: maximum,
+    sympy.Min: minimum,
+    sympy.Abs: torch.abs,
+    sympy.sign: torch.sign,
+    sympy.floor: torch.floor,
+    sympy.Pow: torch.pow,
+    Where: torch.where,
+    sympy.And: torch.logical_and,
+    sympy.Or: torch.logical_or,
+    sympy.Not: torch.logical_not,
+    sympy.Lt: torch.lt,
+    sympy.Le: torch.le,
+    sympy.Eq: torch.eq,
+    **{node: getattr(torch, name) for name, node in ELEMENTARY.items()},
+}
+"""Tensors, one element for each pair."""

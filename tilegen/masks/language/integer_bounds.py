@@ -10,6 +10,7 @@ import sympy
 import torch
 
 from tilegen.masks.language.elements import BOUNDS
+from tilegen.masks.language.evaluation import Walk
 from tilegen.masks.language.integers import is_int
 from tilegen.masks.language.nodes import ShiftLeft, Where
 from tilegen.masks.language.symbols import (
@@ -24,7 +25,7 @@ from tilegen.masks.language.symbols import (
     Q,
     slot_of,
 )
-from tilegen.masks.language.value_bounds import LARGEST, Interval, TileBounds
+from tilegen.masks.language.value_bounds import LARGEST, Interval, intervals, whole
 from tilegen.masks.language.widths import Wrapped
 
 Bounds = tuple[int, int]
@@ -44,30 +45,26 @@ KNOWN: dict[sympy.Basic, Bounds] = {
 """Bounds of symbols."""
 
 
-class Sizes(TileBounds):
+class Sizes:
     """Bounds of the integers in a kernel: those of one tile that holds all positions of the longest
     sequences."""
 
     def __init__(self, known: Mapping[sympy.Basic, Bounds], wide: set[int]) -> None:
         """`known` bounds symbols, and by name the elements of captured tensors; those in `wide`
         slots have 64 bits."""
-        super().__init__((), {}, torch.device("cpu"), {})
         self._known = KNOWN | dict(known)
         self._wide = wide
+        device = torch.device("cpu")
+        self._bounds = Walk(intervals({}), (), self._of_symbol, device, refined=_refined)
 
-    def _compute(self, expr: Any) -> Any:
+    def _of_symbol(self, expr: Any) -> Interval:
         name = expr.args[0] if isinstance(expr, Lookup) else expr
-        if isinstance(name, sympy.Symbol):
-            low, high = self._known.get(name, ANYTHING if name.is_integer else REALS)
-            return Interval(*(torch.tensor(end, device="cpu") for end in (low, high)))
-        found = super()._compute(expr)
-        if isinstance(found, Interval) and not is_int(expr) and expr.is_nonnegative:
-            return Interval(found.lo.nan_to_num(0).clamp(min=0), found.hi)
-        return found
+        low, high = self._known.get(name, ANYTHING if name.is_integer else REALS)
+        return Interval(*(torch.tensor(end, device="cpu") for end in (low, high)))
 
     def bounds(self, expr: sympy.Basic) -> Bounds:
         """Return the bounds of a number in a prepared expression."""
-        found = self.long(self(expr))
+        found = whole(self._bounds(expr))
         return int(found.lo), int(found.hi)
 
     def is_natural(self, expr: sympy.Basic) -> bool:
@@ -102,3 +99,10 @@ class Sizes(TileBounds):
                 return True
             case _:
                 return any(map(self.is_wide, expr.args))
+
+
+def _refined(expr: Any, found: Any) -> Any:
+    """Return bounds that hold no negative numbers where an expression has none."""
+    if isinstance(found, Interval) and not is_int(expr) and expr.is_nonnegative:
+        return Interval(found.lo.nan_to_num(0).clamp(min=0), found.hi)
+    return found

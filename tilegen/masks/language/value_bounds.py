@@ -1,6 +1,6 @@
 """Interval arithmetic over whole tiles: what a mask expression can be anywhere inside a tile.
 
-An interval holds every value that `evaluation.Points` gives for a pair of the tile: both take the
+An interval holds every value that `evaluation.points` gives for a pair of the tile: both take the
 same operations in the same order, and rounding is monotone. The ends are not-a-number where a value
 of the tile may be: the truth of what depends on it stays open.
 """
@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import sympy
 import torch
 
 from tilegen.masks.language.evaluation import (
-    Points,
+    Domain,
+    Walk,
     floor_divide,
     maximum,
     minimum,
@@ -26,7 +27,8 @@ from tilegen.masks.language.evaluation import (
     wrapped,
 )
 from tilegen.masks.language.extremes import BoxExtremes
-from tilegen.masks.language.nodes import MAX_SHIFT, Bits, BitXor, ShiftLeft, ShiftRight
+from tilegen.masks.language.integers import FloorDiv
+from tilegen.masks.language.nodes import MAX_SHIFT, Bits, BitXor, ShiftLeft, ShiftRight, Where
 from tilegen.masks.language.widths import Wrapped
 
 LARGEST = 2**62
@@ -35,10 +37,6 @@ LARGEST = 2**62
 Tables = dict[tuple[int, tuple[int, ...]], BoxExtremes]
 """Extremes of captured tensors by the identity of the tensor and by dimensions; all evaluations of
 one mask share them."""
-
-
-_INCREASING = (torch.floor, torch.sign, minimum, maximum)
-"""Functions that never fall as an argument rises."""
 
 
 @dataclass(frozen=True)
@@ -68,191 +66,172 @@ class Verdict:
     never: torch.Tensor
 
 
-class TileBounds(Points):
-    """The walk of `Points` with intervals and verdicts, one per tile, in the place of numbers and
-    truths: each method does with intervals what the function of its name does with tensors."""
+def tile_bounds(
+    captured: Sequence[torch.Tensor],
+    values: Mapping[sympy.Symbol, Interval],
+    device: torch.device,
+    tables: Tables,
+) -> Walk:
+    """Return the walk that computes intervals and verdicts, one per tile; `values` stands for the
+    symbols."""
+    return Walk(intervals(tables), captured, values.get, device)
 
-    def __init__(
-        self,
-        captured: Sequence[torch.Tensor],
-        values: Mapping[sympy.Symbol, Interval],
-        device: torch.device,
-        tables: Tables,
-    ) -> None:
-        super().__init__(captured, values, device)
-        self._tables = tables
 
-    def constant(self, value: torch.Tensor) -> Interval | Verdict:
-        return Verdict(value, ~value) if value.dtype == torch.bool else _single(value)
+def _constant(value: torch.Tensor) -> Interval | Verdict:
+    return Verdict(value, ~value) if value.dtype == torch.bool else _single(value)
 
-    def apply(self, function: Callable[..., torch.Tensor], *args: Any) -> Any:
-        if function in _INCREASING:
-            return _increasing(function, *args)
-        own = getattr(self, function.__name__, None)
-        if own is None:
-            # How another function is rounded may depend on where in a tensor its argument stands.
-            return _anything(reduce(torch.add, (value.lo for value in args)))
-        return own(*args)
 
-    def to(self, value: Interval, dtype: torch.dtype) -> Interval:
-        return _increasing(lambda end: end.to(dtype), value)
+def _unknown(*args: Any) -> Interval:
+    """Return the bounds of any other function: how it is rounded may depend on where in a tensor
+    its argument stands."""
+    return _anything(reduce(torch.add, (one.lo for one in args if isinstance(one, Interval))))
 
-    def long(self, value: Interval) -> Interval:
-        if not value.is_single:  # what is not a number may become any integer
-            value = Interval(value.lo.nan_to_num(-LARGEST), value.hi.nan_to_num(LARGEST))
-        return _increasing(lambda end: end.clamp(-LARGEST, LARGEST).long(), value)
 
-    def add(self, left: Interval, right: Interval) -> Interval:
-        return _unless_wrapped(_increasing(torch.add, left, right), _size(left) + _size(right))
+def whole(value: Interval) -> Interval:
+    """Return the integers that numbers are rounded to."""
+    if not value.is_single:  # what is not a number may become any integer
+        value = Interval(value.lo.nan_to_num(-LARGEST), value.hi.nan_to_num(LARGEST))
+    return _increasing(lambda end: end.clamp(-LARGEST, LARGEST).long(), value)
 
-    def mul(self, left: Interval, right: Interval) -> Interval:
-        return _unless_wrapped(
-            _hull([a * b for a in left.ends for b in right.ends]),
-            _size(left) * _size(right),
-        )
 
-    def div(self, left: Interval, right: Interval) -> Interval:
-        quotient = _hull([a / b for a in left.ends for b in right.ends])
-        if right.is_single:
-            return quotient
-        has_one_sign = (right.lo > 0) | (right.hi < 0)
-        return _where(has_one_sign, quotient, _anything(quotient.lo))
+def _add(left: Interval, right: Interval) -> Interval:
+    return _unless_wrapped(_increasing(torch.add, left, right), _size(left) + _size(right))
 
-    def floor_divide(self, left: Interval, right: Interval) -> Interval:
-        divisors = list(right.ends)
-        if not right.is_single:  # those around 0 too; that one counts as 1
-            one = torch.ones_like(right.lo)
-            divisors += [torch.clamp(end, right.lo, right.hi) for end in (-one, one)]
-        return _hull([floor_divide(a, b) for a in left.ends for b in divisors])
 
-    def remainder(self, left: Interval, right: Interval) -> Interval:
-        zero = torch.zeros_like(right.lo)
-        least, most = torch.minimum(right.lo + 1, zero), torch.maximum(right.hi - 1, zero)
-        natural = (left.lo >= 0) & (right.lo >= 0)
-        anything = Interval(least, torch.where(natural, torch.minimum(most, left.hi), most))
-        if not right.is_single:
-            return anything
-        # Between two multiples of the divisor the remainder only increases.
-        divisor = nonzero(right.lo)
-        multiples = [floor_divide(end, divisor) * divisor for end in (left.lo, left.hi)]
-        between = Interval(left.lo - multiples[0], left.hi - multiples[1])
-        if left.is_single:
-            return _single(between.lo)
-        return _where(multiples[0] == multiples[1], between, anything)
+def _mul(left: Interval, right: Interval) -> Interval:
+    return _unless_wrapped(
+        _hull([a * b for a in left.ends for b in right.ends]),
+        _size(left) * _size(right),
+    )
 
-    def bits(self, operation: type[Bits], left: Interval, right: Interval) -> Interval:
-        compute = operation.of
-        if left.is_single and right.is_single:
-            return _single(compute(left.lo, right.lo))
-        if operation in (ShiftLeft, ShiftRight):
-            shifts = [end.clamp(0, MAX_SHIFT) for end in right.ends]
-            ends = [compute(a, b) for a in left.ends for b in shifts]
-            # Shifts beyond either end, and the largest, clear the bits or leave the sign.
-            beyond = (right.lo < 0) | (right.hi >= MAX_SHIFT)
-            most = torch.full_like(right.lo, MAX_SHIFT + 1)
-            last = [torch.where(beyond, compute(a, most), ends[0]) for a in left.ends]
-            found = _hull(ends + last)
-            if operation is ShiftRight:
-                return found
-            return _unless_wrapped(found, _size(left) * 2.0 ** _size(_hull(shifts)))
-        # Above the highest bit in which its ends differ, all values of an interval are the same.
-        open_left, open_right = (_ones(end.lo ^ end.hi) for end in (left, right))
-        least = compute(left.lo & ~open_left, right.lo & ~open_right)
-        most = compute(left.lo | open_left, right.lo | open_right)
-        if operation is BitXor:
-            unknown = open_left | open_right
-            least = compute(left.lo, right.lo) & ~unknown
-            most = least | unknown
-        # Where the sign is open, so is every bit that any end has below its sign.
-        sizes = (end ^ (end >> 63) for end in (*left.ends, *right.ends))
-        ones = _ones(reduce(torch.bitwise_or, sizes))
-        either = _unless_wrapped(Interval(~ones, ones), ones.double())
-        return _where((least >= 0) & (most < 0), either, Interval(least, most))
 
-    def wrapped(self, kind: type[Wrapped], value: Interval) -> Interval:
-        if value.is_single:
-            return _single(wrapped(kind, value.lo))
-        fits = (value.lo >= kind.low) & (value.hi <= kind.high)
-        ends = (torch.full_like(value.lo, end) for end in (kind.low, kind.high))
-        return _where(fits, value, Interval(*ends))
+def _divide(left: Interval, right: Interval) -> Interval:
+    quotient = _hull([a / b for a in left.ends for b in right.ends])
+    if right.is_single:
+        return quotient
+    has_one_sign = (right.lo > 0) | (right.hi < 0)
+    return _where(has_one_sign, quotient, _anything(quotient.lo))
 
-    def power(self, base: Interval, exponent: int) -> Interval:
-        base = base if exponent % 2 else self.abs(base)
-        found = _increasing(lambda value: power(value, exponent), base)
-        return _unless_wrapped(found, _size(base) ** exponent)
 
-    def sqrt(self, value: Interval) -> Interval:  # which rounds exactly
-        negative = value.lo < 0
-        root = _increasing(lambda end: end.clamp(min=0).sqrt(), value)
-        return _where(negative, _anything(value.lo), root)
+def _floor_divide(left: Interval, right: Interval) -> Interval:
+    divisors = list(right.ends)
+    if not right.is_single:  # those around 0 too; that one counts as 1
+        one = torch.ones_like(right.lo)
+        divisors += [torch.clamp(end, right.lo, right.hi) for end in (-one, one)]
+    return _hull([floor_divide(a, b) for a in left.ends for b in divisors])
 
-    def abs(self, value: Interval) -> Interval:
-        if value.is_single:
-            return _single(value.lo.abs())
-        outside = torch.maximum(value.lo, -value.hi)
-        return Interval(outside.clamp(min=0), torch.maximum(-value.lo, value.hi))
 
-    def lt(self, left: Interval, right: Interval) -> Verdict:
-        return Verdict(left.hi < right.lo, left.lo >= right.hi)
+def _remainder(left: Interval, right: Interval) -> Interval:
+    zero = torch.zeros_like(right.lo)
+    least, most = torch.minimum(right.lo + 1, zero), torch.maximum(right.hi - 1, zero)
+    natural = (left.lo >= 0) & (right.lo >= 0)
+    anything = Interval(least, torch.where(natural, torch.minimum(most, left.hi), most))
+    if not right.is_single:
+        return anything
+    # Between two multiples of the divisor the remainder only increases.
+    divisor = nonzero(right.lo)
+    multiples = [floor_divide(end, divisor) * divisor for end in (left.lo, left.hi)]
+    between = Interval(left.lo - multiples[0], left.hi - multiples[1])
+    if left.is_single:
+        return _single(between.lo)
+    return _where(multiples[0] == multiples[1], between, anything)
 
-    def le(self, left: Interval, right: Interval) -> Verdict:
-        return Verdict(left.hi <= right.lo, left.lo > right.hi)
 
-    def eq(self, left: Interval, right: Interval) -> Verdict:
-        return Verdict(
-            (left.lo == right.hi) & (left.hi == right.lo),
-            (left.hi < right.lo) | (left.lo > right.hi),
-        )
+def _bits(operation: type[Bits], left: Interval, right: Interval) -> Interval:
+    compute = operation.of
+    if left.is_single and right.is_single:
+        return _single(compute(left.lo, right.lo))
+    if operation in (ShiftLeft, ShiftRight):
+        shifts = [end.clamp(0, MAX_SHIFT) for end in right.ends]
+        ends = [compute(a, b) for a in left.ends for b in shifts]
+        # Shifts beyond either end, and the largest, clear the bits or leave the sign.
+        beyond = (right.lo < 0) | (right.hi >= MAX_SHIFT)
+        most = torch.full_like(right.lo, MAX_SHIFT + 1)
+        last = [torch.where(beyond, compute(a, most), ends[0]) for a in left.ends]
+        found = _hull(ends + last)
+        if operation is ShiftRight:
+            return found
+        return _unless_wrapped(found, _size(left) * 2.0 ** _size(_hull(shifts)))
+    # Above the highest bit in which its ends differ, all values of an interval are the same.
+    open_left, open_right = (_ones(end.lo ^ end.hi) for end in (left, right))
+    least = compute(left.lo & ~open_left, right.lo & ~open_right)
+    most = compute(left.lo | open_left, right.lo | open_right)
+    if operation is BitXor:
+        unknown = open_left | open_right
+        least = compute(left.lo, right.lo) & ~unknown
+        most = least | unknown
+    # Where the sign is open, so is every bit that any end has below its sign.
+    sizes = (end ^ (end >> 63) for end in (*left.ends, *right.ends))
+    ones = _ones(reduce(torch.bitwise_or, sizes))
+    either = _unless_wrapped(Interval(~ones, ones), ones.double())
+    return _where((least >= 0) & (most < 0), either, Interval(least, most))
 
-    def logical_and(self, left: Verdict, right: Verdict) -> Verdict:
-        return Verdict(left.always & right.always, left.never | right.never)
 
-    def logical_or(self, left: Verdict, right: Verdict) -> Verdict:
-        return Verdict(left.always | right.always, left.never & right.never)
+def _wrapped(kind: type[Wrapped], value: Interval) -> Interval:
+    if value.is_single:
+        return _single(wrapped(kind, value.lo))
+    fits = (value.lo >= kind.low) & (value.hi <= kind.high)
+    ends = (torch.full_like(value.lo, end) for end in (kind.low, kind.high))
+    return _where(fits, value, Interval(*ends))
 
-    def logical_not(self, truth: Verdict) -> Verdict:
-        return Verdict(truth.never, truth.always)
 
-    def where(self, condition: Verdict, left: Interval, right: Interval) -> Interval:
-        undecided = _hull([*left.ends, *right.ends])
-        return _where(condition.always, left, _where(condition.never, right, undecided))
+def _power(base: Interval, exponent: int) -> Interval:
+    base = base if exponent % 2 else _abs(base)
+    found = _increasing(lambda value: power(value, exponent), base)
+    return _unless_wrapped(found, _size(base) ** exponent)
 
-    def read(self, tensor: torch.Tensor, indices: list[Interval]) -> Interval:
-        boxed = tuple(dim for dim, index in enumerate(indices) if not index.is_single)
-        if not boxed or not tensor.numel():
-            return _single(read(tensor, [index.lo for index in indices]))
-        first: list[torch.Tensor] = []
-        last: list[torch.Tensor] = []
-        everywhere = beyond = torch.zeros((), dtype=torch.bool, device=self._device)
-        for index, size in zip(indices, tensor.shape, strict=True):
-            wraps = index.hi < 0
-            lo, hi = (torch.where(wraps, end + size, end) for end in (index.lo, index.hi))
-            # Both ends of a range around 0 are inside the tensor, at its two ends.
-            everywhere = everywhere | ((lo < 0) & (hi >= 0))
-            beyond = beyond | (lo < 0) | (hi >= size)
-            first.append(lo.clamp(0, size - 1))
-            last.append(hi.clamp(0, size - 1))
-        table = self._table(tensor, boxed)
-        # Ranges that are not used must not make the others' blocks large.
-        last = [torch.where(everywhere, lo, hi) for lo, hi in zip(first, last, strict=True)]
-        low, high = table.of(
-            [first[dim] for dim in range(tensor.dim()) if dim not in boxed],
-            [first[dim] for dim in boxed],
-            [last[dim] for dim in boxed],
-        )
-        smallest, largest = table.everywhere
-        low, high = torch.where(everywhere, smallest, low), torch.where(everywhere, largest, high)
-        if not low.is_floating_point():
-            low, high = low.long(), high.long()
-        return Interval(
-            torch.where(beyond, low.clamp(max=0), low), torch.where(beyond, high.clamp(min=0), high)
-        )
 
-    def _table(self, tensor: torch.Tensor, boxed: tuple[int, ...]) -> BoxExtremes:
-        key = (id(tensor), boxed)
-        if key not in self._tables:
-            self._tables[key] = BoxExtremes(tensor, boxed)
-        return self._tables[key]
+def _root(value: Interval) -> Interval:  # which rounds exactly
+    negative = value.lo < 0
+    root = _increasing(lambda end: end.clamp(min=0).sqrt(), value)
+    return _where(negative, _anything(value.lo), root)
+
+
+def _abs(value: Interval) -> Interval:
+    if value.is_single:
+        return _single(value.lo.abs())
+    outside = torch.maximum(value.lo, -value.hi)
+    return Interval(outside.clamp(min=0), torch.maximum(-value.lo, value.hi))
+
+
+def _choice(condition: Verdict, left: Interval, right: Interval) -> Interval:
+    undecided = _hull([*left.ends, *right.ends])
+    return _where(condition.always, left, _where(condition.never, right, undecided))
+
+
+def _read(tables: Tables, tensor: torch.Tensor, indices: list[Interval]) -> Interval:
+    boxed = tuple(dim for dim, index in enumerate(indices) if not index.is_single)
+    if not boxed or not tensor.numel():
+        return _single(read(tensor, [index.lo for index in indices]))
+    first: list[torch.Tensor] = []
+    last: list[torch.Tensor] = []
+    everywhere = beyond = torch.zeros((), dtype=torch.bool, device=tensor.device)
+    for index, size in zip(indices, tensor.shape, strict=True):
+        wraps = index.hi < 0
+        lo, hi = (torch.where(wraps, end + size, end) for end in (index.lo, index.hi))
+        # Both ends of a range around 0 are inside the tensor, at its two ends.
+        everywhere = everywhere | ((lo < 0) & (hi >= 0))
+        beyond = beyond | (lo < 0) | (hi >= size)
+        first.append(lo.clamp(0, size - 1))
+        last.append(hi.clamp(0, size - 1))
+    key = (id(tensor), boxed)
+    if key not in tables:
+        tables[key] = BoxExtremes(tensor, boxed)
+    table = tables[key]
+    # Ranges that are not used must not make the others' blocks large.
+    last = [torch.where(everywhere, lo, hi) for lo, hi in zip(first, last, strict=True)]
+    low, high = table.of(
+        [first[dim] for dim in range(tensor.dim()) if dim not in boxed],
+        [first[dim] for dim in boxed],
+        [last[dim] for dim in boxed],
+    )
+    smallest, largest = table.everywhere
+    low, high = torch.where(everywhere, smallest, low), torch.where(everywhere, largest, high)
+    if not low.is_floating_point():
+        low, high = low.long(), high.long()
+    return Interval(
+        torch.where(beyond, low.clamp(max=0), low), torch.where(beyond, high.clamp(min=0), high)
+    )
 
 
 def _single(value: torch.Tensor) -> Interval:
@@ -306,3 +285,37 @@ def _where(condition: torch.Tensor, left: Interval, right: Interval) -> Interval
     return Interval(
         torch.where(condition, left.lo, right.lo), torch.where(condition, left.hi, right.hi)
     )
+
+
+def intervals(tables: Tables) -> Domain:
+    """Return the domain of intervals of numbers and verdicts of truths."""
+    return {**_INTERVALS, "read": partial(_read, tables)}
+
+
+_INTERVALS: Domain = {
+    "constant": _constant,
+    "real": lambda value, dtype: _increasing(lambda end: end.to(dtype), value),
+    "whole": whole,
+    "divide": _divide,
+    "power": _power,
+    "root": _root,
+    "other": _unknown,
+    sympy.Add: _add,
+    sympy.Mul: _mul,
+    FloorDiv: _floor_divide,
+    sympy.Mod: _remainder,
+    Bits: _bits,
+    Wrapped: _wrapped,
+    sympy.Max: partial(_increasing, maximum),
+    sympy.Min: partial(_increasing, minimum),
+    sympy.Abs: _abs,
+    sympy.sign: partial(_increasing, torch.sign),
+    sympy.floor: partial(_increasing, torch.floor),
+    Where: _choice,
+    sympy.And: lambda a, b: Verdict(a.always & b.always, a.never | b.never),
+    sympy.Or: lambda a, b: Verdict(a.always | b.always, a.never & b.never),
+    sympy.Not: lambda a: Verdict(a.never, a.always),
+    sympy.Lt: lambda a, b: Verdict(a.hi < b.lo, a.lo >= b.hi),
+    sympy.Le: lambda a, b: Verdict(a.hi <= b.lo, a.lo > b.hi),
+    sympy.Eq: lambda a, b: Verdict((a.lo == b.hi) & (a.hi == b.lo), (a.hi < b.lo) | (a.lo > b.hi)),
+}

@@ -18,10 +18,10 @@ import sympy
 import torch
 from sympy.logic.boolalg import Boolean
 
-from tilegen.masks.language.evaluation import Points
+from tilegen.masks.language.evaluation import points
 from tilegen.masks.language.integers import prepared
 from tilegen.masks.language.symbols import PAIR, B, H
-from tilegen.masks.language.value_bounds import Interval, Tables, TileBounds, Verdict
+from tilegen.masks.language.value_bounds import Interval, Tables, Verdict, tile_bounds
 from tilegen.masks.shapes import TiledShape
 
 CHUNK_BYTES = 32 << 20
@@ -142,7 +142,7 @@ class _Classifier:
             symbol: value if isinstance(value, Interval) else Interval(value, value)
             for symbol, value in self._values(batch_head, Interval(*q), Interval(*k)).items()
         }
-        bounds = TileBounds(self._captured, values, self._device, self._tables)
+        bounds = tile_bounds(self._captured, values, self._device, self._tables)
         verdict: Verdict = bounds(self._keep)
         size = torch.broadcast_shapes(q[0].shape, k[0].shape)
         return verdict.always.expand(size), verdict.never.expand(size)
@@ -211,8 +211,8 @@ class _Classifier:
     def _evaluate(self, tiles: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         """Return which pairs of each tile are kept; `q` and `k` are (tiles, ...)."""
         batch_head = tiles[0].view(-1, *[1] * (q.dim() - 1))
-        points = Points(self._captured, self._values(batch_head, q, k), self._device)
-        kept: torch.Tensor = points(self._keep)
+        values = self._values(batch_head, q, k)
+        kept: torch.Tensor = points(self._captured, values, self._device)(self._keep)
         return kept.expand(torch.broadcast_shapes(q.shape, k.shape))
 
     def _values(self, batch_head: torch.Tensor, q: Any, k: Any) -> dict[sympy.Symbol, Any]:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tilegen.errors import Unsupported
 from tilegen.kernels.config import BLOCK_SIZES
 from tilegen.masks.expression_mask import typical
-from tilegen.masks.language.evaluation import Points
+from tilegen.masks.language.evaluation import points
 from tilegen.masks.language.integers import exact
 from tilegen.masks.language.symbols import (
     FIRST,
@@ -162,7 +162,7 @@ def _edges_of(
     lengths = {SEQLEN_Q: shape.seqlen_q, SEQLEN_KV: shape.seqlen_kv}
     symbols = {FIRST: first, LAST: last, B: b, H: h} | lengths
     read = _read(general, side)
-    points = Points(
+    computed = points(
         [
             torch.from_numpy(np.array(value.sample(shape.by_axis)))
             if slot in read
@@ -173,7 +173,7 @@ def _edges_of(
         torch.device("cpu"),
     )
     live, dropped = (
-        [one.each(lambda edge: points(edge).numpy()) for one in part]
+        [one.each(lambda edge: computed(edge).numpy()) for one in part]
         for part in _intervals(general, side)
     )
     return np.broadcast_shapes(first.shape, b.shape, h.shape), live, dropped
