@@ -14,7 +14,7 @@ from tilegen.masks.mask import Mask, full
 from tilegen.masks.notation import parse_mask
 from tilegen.masks.score import ScoreForm, parse_score
 from tilegen.masks.shapes import Shape
-from tilegen.masks.unlisted import is_surely_solved
+from tilegen.masks.usual import is_surely_solved
 
 DType = Literal["fp16", "bf16", "fp32"]
 DTYPE_BYTES: dict[str, int] = {"fp16": 2, "bf16": 2, "fp32": 4}
@@ -162,7 +162,7 @@ class AttentionProblem:
 
         With a dilated mask, the rows and columns of each remainder form a group. Each group becomes
         a batch entry, under the rest of the mask (see masks/dilation.py). With keys in pages, the
-        mask is rewritten so that it needs no lists of tiles (see masks/unlisted.py).
+        mask is rewritten so that it needs no lists of tiles (see masks/usual.py).
         """
         if self.page:
             return self if is_surely_solved(self.mask) else self._without_lists()

@@ -26,7 +26,6 @@ from tests.expression_trees import (
     value_of,
 )
 from tilegen.errors import InvalidProblem, Unsupported
-from tilegen.masks.language.derivatives import derivative
 from tilegen.masks.language.evaluation import evaluate
 from tilegen.masks.language.nodes import normalise
 from tilegen.masks.language.symbols import Lookup, S
@@ -41,7 +40,7 @@ from tilegen.masks.score import (
     softcap,
     temperature,
 )
-from tilegen.masks.score_source import ScoreSource, score_source
+from tilegen.masks.score_source import ScoreSource, derivative, score_source
 
 pytestmark = pytest.mark.oldest
 

@@ -27,7 +27,6 @@ from tests.expression_trees import (
     tensor,
     value_of,
 )
-from tilegen.masks.language.derivatives import derivative
 from tilegen.masks.language.evaluation import evaluate
 from tilegen.masks.language.loads import Loads
 from tilegen.masks.language.nodes import Where
@@ -35,6 +34,7 @@ from tilegen.masks.language.symbols import SEQLEN_KV, SEQLEN_Q, B, H, K, Q, S
 from tilegen.masks.language.texts import from_text, to_text
 from tilegen.masks.language.triton_source import Writer
 from tilegen.masks.score import score
+from tilegen.masks.score_source import derivative
 
 
 class Tile:

@@ -12,7 +12,6 @@ from tilegen.errors import InvalidProblem
 from tilegen.masks.language.reader import Reader
 from tilegen.masks.mask import Causal, Full, Mask, intersect, sliding_window, unite
 from tilegen.masks.tree import Tree
-from tilegen.masks.unlisted import Unlisted
 from tilegen.masks.usual import (
     BlockSparse,
     Dilated,
@@ -22,6 +21,7 @@ from tilegen.masks.usual import (
     Neighborhood,
     PrefixLM,
     SameDocument,
+    Unlisted,
 )
 from tilegen.masks.values import AXES, Alignment, Kind, Pattern, Values, check_number
 
@@ -62,13 +62,11 @@ class _Masks(Reader):
     unread = f"masks are {FORMS}"
     operators: ClassVar = {ast.BitAnd: intersect, ast.BitOr: unite, ast.Invert: Mask.inverted}
 
-    def tree(self, text: str) -> ast.expr:
+    def whole(self, text: str) -> Any:
         if _FOREIGN.search(text.strip()):
             raise SyntaxError
-        return super().tree(_TOKEN.sub(_as_python, text.strip()))
-
-    def whole(self, node: ast.expr) -> Any:
-        return self.operand(node, 0)
+        tree = ast.parse(_TOKEN.sub(_as_python, text.strip()), mode="eval")
+        return self.operand(tree.body, 0)
 
     def leaf(self, value: Any, *, is_name: bool) -> Any:
         if is_name and value not in get_args(Alignment):

@@ -25,7 +25,7 @@ from tilegen.masks.language.triton_source import NAMES, Writer
 from tilegen.masks.mask import Mask, Side
 from tilegen.masks.tiles.closed_form import Interval, StreamSets, edges, stream_sets
 from tilegen.masks.tiles.intervals import Arithmetic, Edges, Range, merge
-from tilegen.masks.unlisted import Unlisted
+from tilegen.masks.usual import Unlisted
 from tilegen.masks.values import LIMIT
 
 

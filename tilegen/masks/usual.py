@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from tilegen.errors import InvalidProblem
-from tilegen.masks.mask import Mask, Side
+from tilegen.masks.mask import And, Causal, Full, Mask, Side, SlidingWindow
+from tilegen.masks.tree import Tree
 from tilegen.masks.values import Pair, Pattern, Values, check_number
 
 
@@ -193,6 +195,40 @@ class Neighborhood(Mask):
             keep = inside & keep
             stride *= size
         return keep
+
+
+@dataclass(frozen=True)
+class Unlisted(Mask):
+    """The same mask over keys in pages, whose lengths the host does not know: no lists of tiles can
+    be made.
+
+    The parts with a closed form say which tiles are visited; all others are computed for each of
+    their pairs. `AttentionProblem.normal` rewrites problems so.
+    """
+
+    mask: Mask
+
+    @property
+    def notation(self) -> str:
+        return f"unlisted({self.mask.notation})"
+
+    @property
+    def parts(self) -> tuple[Mask, ...]:
+        return (self.mask,)
+
+    def with_parts(self, changed: Callable[[Mask], Mask]) -> Mask:
+        return Unlisted(changed(self.mask))
+
+    def keep(self, at: Pair) -> Any:
+        return self.mask.keep(at)
+
+
+def is_surely_solved(mask: Mask) -> bool:
+    """Whether a mask is known, without SymPy, to have a closed form."""
+    if isinstance(mask, Unlisted | Tree | KvPrefix):
+        return True
+    parts = mask.parts if isinstance(mask, And) else (mask,)
+    return all(isinstance(part, Full | Causal | SlidingWindow | Intervals) for part in parts)
 
 
 def equal(left: Any, right: Any) -> Any:

@@ -62,7 +62,7 @@ Domain = Mapping[Any, Callable[..., Any]]
 """What expressions are computed in: the function for each operation, of the numbers and truths of
 the domain. Nodes have their class as a key, where Bits and Wrapped take the exact class first. The
 others have names: "constant" of a tensor, "real" and "whole" to convert, "divide", "power" by a
-positive integer, "root", "read" of a table, and "other" for nodes without a key."""
+positive integer, "root" and "read" of a table."""
 
 
 class Walk:
@@ -95,13 +95,12 @@ class Walk:
         """Return the value of a prepared expression. Raises Unsupported, naming the term."""
         if expr not in self._done:
             known = self._known(expr) if isinstance(expr, sympy.Symbol | Lookup) else None
-            self._done[expr] = self._compute(expr) if known is None else known
+            if known is None:
+                known = self._refined(expr, self._compute(expr))
+            self._done[expr] = known
         return self._done[expr]
 
     def _compute(self, expr: Any) -> Any:
-        return self._refined(expr, self._value(expr))
-
-    def _value(self, expr: Any) -> Any:
         do, number = self._do, self if is_int(expr) else self._float
         match expr:
             case sympy.Symbol():
@@ -144,15 +143,12 @@ class Walk:
             case Lookup():
                 return do["read"](self._tensor(expr), list(map(self._integer, expr.args[1:])))
             case _ if expr.func is sympy.floor or expr.func in ELEMENTARY.values():
-                return self._of(expr.func)(self._float(expr.args[0]))
+                return do[expr.func](self._float(expr.args[0]))
             case _:
                 raise Unsupported(
                     "expected arithmetic, comparisons and the functions of masks, of b, h, q, k, "
                     f"the lengths and captured tensors; got the term {expr}"
                 )
-
-    def _of(self, node: type) -> Callable[..., Any]:
-        return self._do.get(node) or self._do["other"]
 
     def _float(self, expr: sympy.Basic) -> Any:
         return self._do["real"](self(expr), self._dtype)
@@ -171,7 +167,7 @@ class Walk:
         if exponent == sympy.Rational(1, 2):
             return self._do["root"](self._float(base))
         raised = float(exponent) if exponent.is_Number else self._float(exponent)
-        return self._of(sympy.Pow)(self._float(base), raised)
+        return self._do[sympy.Pow](self._float(base), raised)
 
     def _comparison(self, expr: Relational) -> Any:
         if self._dtype != torch.float64 and reads(expr, self._doubles):
@@ -224,11 +220,6 @@ def minimum(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 def maximum(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Return the larger of two values."""
     return torch.where((left >= right) | left.isnan(), left, right)
-
-
-def bits(operation: type[Bits], left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Apply an operation to the bits of two integers."""
-    return operation.of(left, right)
 
 
 def wrapped(kind: type[Wrapped], value: torch.Tensor) -> torch.Tensor:
@@ -286,7 +277,7 @@ TORCH: Domain = {
     sympy.Mul: torch.mul,
     FloorDiv: floor_divide,
     sympy.Mod: remainder,
-    Bits: bits,
+    Bits: lambda operation, left, right: operation.of(left, right),
     Wrapped: wrapped,
     sympy.Max: maximum,
     sympy.Min: minimum,

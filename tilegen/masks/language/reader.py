@@ -32,7 +32,7 @@ class Reader(ABC):
                 f"expected at most {self.longest} characters in {self.what}, got {len(text)}"
             )
         try:
-            return self.whole(self.tree(text))
+            return self.whole(text)
         except SyntaxError:
             reason = self.unread
         except (ValueError, TypeError, ArithmeticError, RecursionError, MemoryError) as e:
@@ -41,13 +41,9 @@ class Reader(ABC):
             reason = str(e)
         raise InvalidProblem(f"expected {self.what}, got {text[:200]!r}: {reason}")
 
-    def tree(self, text: str) -> ast.expr:
-        """Return the syntax tree of a text."""
-        return ast.parse(text, mode="eval").body
-
     @abstractmethod
-    def whole(self, node: ast.expr) -> Any:
-        """Return what a whole text means."""
+    def whole(self, text: str) -> Any:
+        """Return what the syntax tree of a text means. Raises what `parse` makes one error of."""
 
     def read(self, node: ast.expr, depth: int) -> Any:
         """Return what a node means."""

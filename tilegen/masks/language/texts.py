@@ -7,30 +7,17 @@ A text looks like Python without white space: `(k<=q)&(q-k<16)`, `20.0*tanh(0.05
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import sympy
 
 from tilegen.errors import InvalidProblem
 from tilegen.masks.language.elements import kind_of
-from tilegen.masks.language.integers import quotient
+from tilegen.masks.language.integers import FloorDiv, quotient
 from tilegen.masks.language.nodes import BITS, FUNCTIONS, SYMBOLS, Where, normalise
 from tilegen.masks.language.ordered import NAMES, Ordered
 from tilegen.masks.language.reader import Reader, chain
-from tilegen.masks.language.spelling import (
-    AND,
-    ATOM,
-    COMPARISON,
-    OR,
-    POWER,
-    PRODUCT,
-    RELATIONS,
-    SUM,
-    UNARY,
-    factors,
-    spelt_sum,
-)
 from tilegen.masks.language.symbols import (
     B,
     H,
@@ -50,6 +37,14 @@ if TYPE_CHECKING:
 MAX_TEXT = 2**15
 MAX_DEPTH = 64
 MAX_INTEGER = 2**62
+
+LOWEST, COMPARISON, OR, AND, SUM, PRODUCT, UNARY, POWER, ATOM = range(9)
+"""Python's operators in the order in which they bind, the loosest first."""
+
+RELATIONS = {sympy.Eq: "==", sympy.Ne: "!=", sympy.Le: "<=", sympy.Lt: "<"}
+
+Spell = Callable[[sympy.Expr, int], str]
+"""Returns the text of an operand, in brackets unless it binds at least as tightly as asked."""
 
 
 def to_text(expr: Any) -> str:
@@ -146,6 +141,36 @@ def _power(expr: sympy.Pow) -> tuple[str, int]:
     return f"{_inside(base, ATOM)}**{_inside(exponent, ATOM)}", POWER
 
 
+def spelt_sum(terms: Iterable[sympy.Expr], spell: Spell, space: str) -> str:
+    """Return the text of a sum: positive terms first, numbers last of each sign, else by text."""
+    parts: list[tuple[bool, bool, str]] = []
+    for term in terms:
+        negative = bool(term.as_coeff_Mul()[0] < 0)
+        size = -term if negative else term
+        # -a % b would be (-a) % b.
+        rounded = negative and isinstance(size, (sympy.floor, FloorDiv, sympy.Mod))
+        parts.append((negative, term.is_number, spell(size, UNARY if rounded else PRODUCT)))
+    text = "".join(
+        f"{space}{'-' if negative else '+'}{space}{part}" for negative, _, part in sorted(parts)
+    )
+    sign, rest = text[len(space)], text[2 * len(space) + 1 :]
+    return rest if sign == "+" else f"-{rest}"
+
+
+def factors(product: sympy.Mul) -> tuple[sympy.Number, list[sympy.Expr], list[sympy.Expr]]:
+    """Return the coefficient of a product, its factors, and those it is divided by."""
+    coefficient, rest = product.as_coeff_Mul()
+    above: list[sympy.Expr] = []
+    below: list[sympy.Expr] = []
+    for factor in sympy.Mul.make_args(rest):
+        base, exponent = factor.as_base_exp()
+        if isinstance(factor, sympy.Pow) and exponent.is_Rational and exponent < 0:
+            below.append(sympy.Pow(base, -exponent))
+        elif factor != 1:
+            above.append(factor)
+    return coefficient, above, below
+
+
 def from_text(text: str, kinds: Sequence[str] = ()) -> sympy.Basic:
     """Return the expression of a text; `kinds[i]` says what t<i> holds: bool, int or float.
 
@@ -182,8 +207,8 @@ class _Expressions(Reader):
     def __init__(self, kinds: Sequence[str]) -> None:
         self._kinds = kinds
 
-    def whole(self, node: ast.expr) -> Any:
-        return normalise(self.read(node, 0))
+    def whole(self, text: str) -> Any:
+        return normalise(self.read(ast.parse(text, mode="eval").body, 0))
 
     def leaf(self, value: Any, *, is_name: bool) -> Any:
         if is_name and value in _NAMED:

@@ -32,7 +32,8 @@ from tilegen.masks.language.nodes import (
     Where,
 )
 from tilegen.masks.language.ordered import Ordered
-from tilegen.masks.language.spelling import (
+from tilegen.masks.language.symbols import PAIR, Lookup, S, is_condition, reads, slot_of
+from tilegen.masks.language.texts import (
     AND,
     ATOM,
     COMPARISON,
@@ -45,7 +46,6 @@ from tilegen.masks.language.spelling import (
     factors,
     spelt_sum,
 )
-from tilegen.masks.language.symbols import PAIR, Lookup, S, is_condition, reads, slot_of
 from tilegen.masks.language.triton_functions import log1p, tanh
 from tilegen.masks.language.widths import Wrapped
 

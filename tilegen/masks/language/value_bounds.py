@@ -28,7 +28,15 @@ from tilegen.masks.language.evaluation import (
 )
 from tilegen.masks.language.extremes import BoxExtremes
 from tilegen.masks.language.integers import FloorDiv
-from tilegen.masks.language.nodes import MAX_SHIFT, Bits, BitXor, ShiftLeft, ShiftRight, Where
+from tilegen.masks.language.nodes import (
+    ELEMENTARY,
+    MAX_SHIFT,
+    Bits,
+    BitXor,
+    ShiftLeft,
+    ShiftRight,
+    Where,
+)
 from tilegen.masks.language.widths import Wrapped
 
 LARGEST = 2**62
@@ -299,7 +307,7 @@ _INTERVALS: Domain = {
     "divide": _divide,
     "power": _power,
     "root": _root,
-    "other": _unknown,
+    **dict.fromkeys((sympy.Pow, *ELEMENTARY.values()), _unknown),
     sympy.Add: _add,
     sympy.Mul: _mul,
     FloorDiv: _floor_divide,

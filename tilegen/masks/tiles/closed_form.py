@@ -44,7 +44,7 @@ from tilegen.masks.pairs import AT, named
 from tilegen.masks.remembered import by_mask
 from tilegen.masks.tiles.containment import outermost
 from tilegen.masks.tiles.intervals import Edges
-from tilegen.masks.unlisted import Unlisted
+from tilegen.masks.usual import Unlisted
 
 MAX_CONJUNCTIONS = 16
 """Most conjunctions of a predicate in disjunctive normal form; one with more goes to tile lists."""
