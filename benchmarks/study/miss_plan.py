@@ -1,8 +1,8 @@
 """The points at which misses are counted: tiles for each head dim and cache, around d^2 = M.
 
-Where the state of a program fits the cache, the tiles are the largest that fit. Where no tile of
-FlashAttention's schedule fits, and at two points where the next tile nearly fits, two are counted:
-the better stands for the schedule.
+Small-cache tiles take half of the cache or so. A cache that drops the line used longest ago needs
+that room: it keeps what has just passed by. FlashAttention's tiles are the largest that fit. Where
+none fits, or the next nearly does, two are counted, and the better stands for the schedule.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from tilegen.kernels.spec import Direction
 SMALL_FORWARD = {
     32: "fwd_scores 16x64x32, fwd_values 32x16x64",
     64: "fwd_scores 32x64x32, fwd_values 64x16x128",
-    128: "fwd_scores 128x64x32, fwd_values 128x16x128",
-    256: "fwd_scores 128x128x32, fwd_values 128x16x256",
-    512: "fwd_scores 128x256x32, fwd_values 128x16x256",
+    128: "fwd_scores 64x64x32, fwd_values 64x16x128",
+    256: "fwd_scores 128x64x32, fwd_values 128x16x128",
+    512: "fwd_scores 128x128x32, fwd_values 128x16x256",
 }
 SMALL_BACKWARD = {
     64: "bwd_scores 64x32x32, bwd_columns 16x64x128, bwd_rows 64x16x128",
@@ -28,16 +28,16 @@ FORWARD: dict[tuple[int, int], dict[int, tuple[int, ...]]] = {
     (64, 1024): {32: (16,), 64: (64,), 128: (128,)},
     (128, 512): {32: (16, 64), 64: (16, 32), 128: (64,), 256: (128,)},
     (256, 512): {32: (16, 64), 64: (16, 64), 128: (16, 32), 256: (64,), 512: (128,)},
-    (512, 512): {128: (16, 64), 256: (16,), 512: (64,), 1024: (128,)},
+    (512, 256): {128: (16, 64), 256: (16,), 512: (64,)},
 }
 """Query rows of FlashAttention's tiles by (head dim, length) and KB of the cache."""
 BACKWARD: dict[tuple[int, int], dict[int, tuple[int, ...]]] = {
-    (128, 512): {64: (16, 32), 128: (32,), 256: (64,)},
+    (128, 384): {64: (16, 32), 128: (32,), 256: (64,)},
     (256, 384): {64: (16,), 128: (16,), 256: (32,)},
 }
 """Rows that stay of FlashAttention's backward: keys in dK and dV, queries in dQ."""
 MASKS = {"causal": "causal", "block-sparse": "block_sparse(@:25,64)"}
-MASKED_DIM, MASKED_LENGTH = 128, 1024
+MASKED_DIM, MASKED_LENGTH = 128, 512
 MASKED_KB: dict[Direction, tuple[int, int]] = {"forward": (64, 16), "backward": (128, 32)}
 """KB of the cache, and FlashAttention's rows, of the masked points."""
 
