@@ -1,6 +1,8 @@
 """The theory, measured: misses of emitted kernels in simulated caches, beside formulas and bounds.
 
-    python -m benchmarks.cache_misses --minutes 30
+    python -m benchmarks.cache_misses --minutes 30   # counts; the same command goes on
+    python -m benchmarks.cache_misses --times        # seconds; on an idle machine
+    python -m benchmarks.cache_misses --draw         # figures and tables of benchmarks/io_study.md
 
 Forward and backward kernels run under valgrind's cachegrind, compiled for AVX2, by both schedules:
 FlashAttention's and the small-cache one. The last level of the simulated cache is the fast memory
@@ -22,32 +24,45 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.environment import RESULTS, ROOT, environment
-from benchmarks.rows import append, read, same_values, with_environment
-from benchmarks.study import misses
+from benchmarks.environment import ROOT, environment
+from benchmarks.io_study import OUT, PAGE
+from benchmarks.rows import append, read, same_values, with_environment, write
+from benchmarks.study import miss_figures, miss_page, miss_times, misses, page
 from benchmarks.study.miss_plan import plan
 from benchmarks.study.misses import MissRow, Point
 from tilegen.compiling import workers
 
-OUT = RESULTS / "io_study"
-FILE = "misses.csv"
 SHORTEST = 5.0
 """Time that is left at least when a point begins [s]."""
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="Folder for the result file and the figures.")] = OUT,
+    out: Annotated[Path, typer.Option(help="Folder for result file and figures.")] = OUT,
     minutes: Annotated[float, typer.Option(help="Time limit; the same command goes on.")] = 30.0,
     processes: Annotated[int, typer.Option(help="Points that are counted at once.")] = 1,
+    times: Annotated[
+        bool, typer.Option("--times", help="Count nothing: time both schedules on one core.")
+    ] = False,
+    draw: Annotated[
+        bool, typer.Option("--draw", help="Count nothing: figures and tables from the file.")
+    ] = False,
 ) -> None:
     """Count cache misses of emitted kernels and compare them with formulas and bounds.
 
     Example: python -m benchmarks.cache_misses --minutes 30 --out /tmp/misses
     """
+    if times:
+        write(out / miss_page.TIMES, list(miss_times.time_rows()))
+        return
+    if draw:
+        miss_figures.draw_all(out)
+        if out == OUT:
+            PAGE.write_text(page.fill(PAGE.read_text(encoding="utf-8"), out), encoding="utf-8")
+        return
     if reason := misses.missing():
         print(f"skipped: {reason}")
         return
-    count_all(out / FILE, time.monotonic() + 60 * minutes, processes)
+    count_all(out / miss_page.FILE, time.monotonic() + 60 * minutes, processes)
 
 
 def count_all(path: Path, deadline: float, processes: int = 1) -> None:

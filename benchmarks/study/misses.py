@@ -55,14 +55,9 @@ class Point:
     @property
     def configs(self) -> dict[Kernel, TileConfig]:
         """The tiles, by kernel."""
-        found: dict[Kernel, TileConfig] = {}
-        if self.direction == "backward":
-            found["bwd_preprocess"] = TileConfig(block_m=64, block_n=16)
-        for text in self.tiles.split(", "):
-            kernel, sides = text.split()
-            rows, columns, *depth = map(int, sides.split("x"))
-            found[kernel] = TileConfig(block_m=rows, block_n=columns, block_d=sum(depth))
-        return found
+        preprocess = {"bwd_preprocess": TileConfig(block_m=64, block_n=16)}
+        before = preprocess if self.direction == "backward" else {}
+        return {**before, **tiles_of(self.tiles)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +93,16 @@ class MissRow(Environment):
     """Ideal tiles of this schedule at this M, leading terms; empty for masks."""
     seconds: float
     valgrind: str
+
+
+def tiles_of(text: str) -> dict[Kernel, TileConfig]:
+    """Parse kernels with their tiles, such as `fwd_scores 64x64x32, fwd_values 64x16x128`."""
+    found: dict[Kernel, TileConfig] = {}
+    for one in text.split(", "):
+        kernel, sides = one.split()
+        rows, columns, *depth = map(int, sides.split("x"))
+        found[kernel] = TileConfig(block_m=rows, block_n=columns, block_d=sum(depth))
+    return found
 
 
 def missing() -> str:

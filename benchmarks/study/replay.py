@@ -12,6 +12,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from tilegen.emit.identity import RenderedKernel, stride_unit
 from tilegen.emit.render import render
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.panels import Launch
+from tilegen.launch.binding import BoundKernel
 from tilegen.launch.bound_module import bound_module
 from tilegen.masks.shapes import Shape
 from tilegen.problem import AttentionProblem
@@ -144,8 +146,10 @@ def place_of(recorded: Pass, argument: str) -> tuple[int, torch.Tensor]:
     raise AssertionError(argument)
 
 
-def _bound(rendered: RenderedKernel, recorder: Recorder) -> Any:
-    module = kernel_files.load(rendered)
+def _bound(rendered: RenderedKernel, recorder: Recorder) -> BoundKernel:
+    emitted = kernel_files.load(rendered)
+    module = ModuleType(f"{emitted.__name__}_recorded")  # calls of this process keep the other
+    exec(compile(rendered.source, str(emitted.__file__), "exec"), module.__dict__)
     setattr(module, rendered.function, recorder)
     unit = stride_unit(rendered.problem, rendered.aligned)
     return bound_module(module, rendered.problem, rendered.kernel, rendered.config, unit)
