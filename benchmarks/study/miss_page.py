@@ -19,13 +19,13 @@ CASE = ("direction", "mask", "head_dim", "memory_kb")
 
 def best(rows: list[Row]) -> dict[tuple[str, ...], dict[str, Row]]:
     """Return, by direction, mask, head dim and KB, the row of each schedule that missed least."""
-    found: dict[tuple[str, ...], dict[str, Row]] = {}
+    cases: dict[tuple[str, ...], dict[str, Row]] = {}
     for row in rows:
-        mine = found.setdefault(tuple(row[name] for name in CASE), {})
+        mine = cases.setdefault(tuple(row[name] for name in CASE), {})
         before = mine.get(row["schedule"])
         if before is None or int(row["counted_bytes"]) < int(before["counted_bytes"]):
             mine[row["schedule"]] = row
-    both = {case: mine for case, mine in found.items() if len(mine) == len(SCHEDULES)}
+    both = {case: mine for case, mine in cases.items() if len(mine) == len(SCHEDULES)}
     return dict(sorted(both.items(), key=lambda item: _order(item[0])))
 
 
@@ -131,7 +131,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
 def _spread(rows: list[Row]) -> tuple[str, ...]:
     fits = [_off(row) for row in rows if row["fits"] == "True"]
     others = [_off(row) for row in rows if row["fits"] != "True"]
-    spread = [f"{one(fits):.2f}" for one in (min, median, max)] if fits else ["-"] * 3
+    spread = [f"{pick(fits):.2f}" for pick in (min, median, max)] if fits else ["-"] * 3
     return (str(len(fits)), *spread, str(len(others)), f"{max(others):.2f}" if others else "-")
 
 

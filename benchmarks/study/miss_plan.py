@@ -84,7 +84,7 @@ def _points(
     ]
     small = SMALL_FORWARD if direction == "forward" else SMALL_BACKWARD
     for schedule, tiles in [
-        *(("large", one) for one in large),
+        *(("large", kernels) for kernels in large),
         ("small", _narrowed(small[min(memory_kb, max(small))], head_dim)),
     ]:
         yield Point(

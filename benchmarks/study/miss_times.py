@@ -51,7 +51,7 @@ def time_rows() -> Iterator[TimeRow]:
         )
         for schedule, options in TILES.items():
             speeds = {tiles: _gflops(problem, tiles_of(tiles)) for tiles in options}
-            tiles = max(speeds, key=lambda one: speeds[one])
+            tiles = max(speeds, key=speeds.__getitem__)
             yield with_environment(
                 TimeRow,
                 environment(),

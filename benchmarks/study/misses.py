@@ -97,12 +97,12 @@ class MissRow(Environment):
 
 def tiles_of(text: str) -> dict[Kernel, TileConfig]:
     """Parse kernels with their tiles, such as `fwd_scores 64x64x32, fwd_values 64x16x128`."""
-    found: dict[Kernel, TileConfig] = {}
-    for one in text.split(", "):
-        kernel, sides = one.split()
+    configs: dict[Kernel, TileConfig] = {}
+    for part in text.split(", "):
+        kernel, sides = part.split()
         rows, columns, *depth = map(int, sides.split("x"))
-        found[kernel] = TileConfig(block_m=rows, block_n=columns, block_d=sum(depth))
-    return found
+        configs[kernel] = TileConfig(block_m=rows, block_n=columns, block_d=sum(depth))
+    return configs
 
 
 def missing() -> str:
@@ -134,7 +134,7 @@ def count(point: Point) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         program = replay.build(recorded, Path(folder), FLUSHES * memory)
         ran, loaded = (_misses(program, times, memory) for times in (1, 0))
-    counted = [LINE * (with_it - without) for with_it, without in zip(ran, loaded, strict=True)]
+    counted = [LINE * (launched - without) for launched, without in zip(ran, loaded, strict=True)]
     state = max(
         made.scratch_bytes + WORD * streamed_words(kernel, configs[kernel], point.head_dim)
         for kernel, made in recorded.objects.items()
