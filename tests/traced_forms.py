@@ -40,8 +40,10 @@ def view(b: Any, h: Any, q: Any, k: Any) -> Any:
 
 
 def choice_in_place(b: Any, h: Any, q: Any, k: Any) -> Any:
-    x = q - k
-    return (functional.relu(x, inplace=True) < 3) & (x >= 0) & (functional.relu(x) == x)
+    x, y = q - k, k - q
+    kept = (functional.relu(x, inplace=True) < 3) & (x >= 0) & (functional.relu(x) == x)
+    functional.relu(y, True)
+    return kept & (y < 2)
 
 
 def unpacked(b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -75,6 +77,10 @@ MASKS: dict[str, Callable[..., Any]] = {
     "parts of rows": lambda b, h, q, k: (PICKED[q][1:] == k % 7).any() | PICKED[q][..., 0].bool(),
     "rows of shapes": lambda b, h, q, k: (PICKED[q][:, None] == PICKED[k]).any(),
     "columns": lambda b, h, q, k: (PICKED[q][:, None] >= PICKED[k]).all(0).any(-1),
+    "other dimensions": lambda b, h, q, k: (
+        (PICKED[q].unsqueeze(1).unbind(dim=1)[0] == PICKED[k].squeeze(0)).any()
+        | torch.squeeze(input=PICKED[q] > PICKED[k]).all()
+    ),
     "metadata": lambda b, h, q, k: q + q.dim() + len(PICKED[q]) + q.numel() > k,
     "names": lambda b, h, q, k: q > k if f"{q}" and q in {q: 1} else k > q,
 }

@@ -339,6 +339,12 @@ def test_blocks_and_tables_that_are_changed_in_place(inference: bool) -> None:
         assert not torch.equal(seen[1], seen[2])
 
 
+def test_functions_that_draw_are_not_remembered() -> None:
+    for draw in (torch.rand, torch.randn, lambda n: torch.zeros(n).uniform_()):
+        block_mask = everywhere(lambda b, h, q, k, draw=draw: draw(N)[q] < draw(N)[k])
+        assert from_block_mask(block_mask) is not from_block_mask(block_mask)
+
+
 def test_functions_that_are_understood_are_remembered() -> None:
     for case in (cell, default, attribute, list_element, tensor_in_place, partial):
         keep, _ = case()

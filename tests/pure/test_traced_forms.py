@@ -49,6 +49,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
         r"broadcast in eq.*\(3,\), \(2,\)",
     ),
     "dimension": (lambda b, h, q, k: (PICKED[q] > k).any(2), "Dimension out of range"),
+    "dimensions": (lambda b, h, q, k: PICKED[q].unsqueeze(4).any(), "expected unsqueeze of the 1"),
     "beyond": (lambda b, h, q, k: (PICKED[q] + 1)[3] > 2, "constant indices"),
     "an index of rows": (lambda b, h, q, k: (PICKED[q] + 1)[k] > 2, "constant indices"),
     "a table in place": (lambda b, h, q, k: TABLE.add_(q) > k, "to be indexed"),

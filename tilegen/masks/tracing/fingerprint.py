@@ -50,7 +50,10 @@ _PARTS: dict[type, tuple[str, ...]] = {
     slice: ("start", "stop", "step"),
 }
 """Kinds of objects that are what they hold."""
-_FIXED = (CodeType, torch.dtype, torch.device, range, type(...), type(NotImplemented))
+_FIXED = (
+    *(CodeType, range, type(...), type(NotImplemented)),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
 """Kinds of objects that never change."""
 _DYNAMIC = frozenset(
     "getattr vars globals locals eval exec attrgetter methodcaller import_module "  # noqa: SIM905
@@ -66,8 +69,8 @@ _looks = 0
 
 
 def looked() -> None:
-    """Note that a function asks a tensor for its elements while it is traced: the trace, and what
-    any other thread traces meanwhile, is not remembered."""
+    """Note that a function draws numbers, or asks a tensor for elements, while it is traced: the
+    trace, and what any other thread traces meanwhile, is not remembered."""
     global _looks
     _looks += 1
 
@@ -285,10 +288,8 @@ def _names(code: CodeType) -> tuple[str, ...]:
 
 
 def _is_open(kind: type) -> bool:
-    """Return whether all that an object holds can be looked at: its classes are written in Python,
-    or in torch or SymPy, which change none of theirs."""
-    if kind is object or _root(kind.__module__) in ("torch", "sympy"):
-        return True
+    """Return whether all that an object holds can be looked at: its classes are written in
+    Python."""
     classes = (one for one in kind.__mro__ if one not in (object, SimpleNamespace))
     return all(one.__flags__ & _HEAP and not one.__flags__ & _IMMUTABLE for one in classes)
 

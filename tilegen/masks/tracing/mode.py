@@ -36,6 +36,8 @@ _METADATA = frozenset(
     "get_device data_ptr storage_offset is_inference __hash__ __get__ __len__".split()
 )
 """Methods that look at no element."""
+_DRAWS = ("rand", "normal_", "bernoulli_", "multinomial_", "poisson_", "uniform_")
+"""How the names of functions begin that give other numbers at each call, with `_` behind."""
 
 
 class Mode(TorchFunctionMode):
@@ -80,13 +82,8 @@ class Mode(TorchFunctionMode):
         if name == "__getitem__":
             given = len(args[1]) if isinstance(args[1], tuple) else 1
         told = [self.told(one, 0 if i else given) for i, one in enumerate(args)]
-        answer = _applied(
-            self.number,
-            func,
-            tuple(told),
-            tuple([(key, self.told(one)) for key, one in named.items()]),
-        )
-        return self.value(answer)
+        options = [(key, self.told(one)) for key, one in named.items()]
+        return self.value(_applied(self.number, func, tuple(told), tuple(options)))
 
     def _made(self, func: Any, args: Any, named: Any) -> Any:
         """Do an operation on tensors that hold numbers, and note it outside of a graph."""
@@ -95,7 +92,8 @@ class Mode(TorchFunctionMode):
         found = func(*args, **named)
         if not self.is_traced:
             self.derived.note(found, func, args, named)
-            if func.__name__ not in _METADATA and _holds_numbers(found):
+            name = func.__name__
+            if f"{name}_".startswith(_DRAWS) or (name not in _METADATA and _holds_numbers(found)):
                 looked()
         return found
 
@@ -218,9 +216,9 @@ def _started(is_score: bool) -> int:
 def _applied(number: int, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Return number, dtype and shape of the value that an operation gives, several in a list, or
     why there is none."""
-    tracer = _tracers[number]
     try:
         with lock:
+            tracer = _tracers[number]
             named = {key: actual(tracer, value) for key, value in kwargs}
             found = tracer.apply(function, [actual(tracer, one) for one in args], named)
     except TilegenError as error:
@@ -237,7 +235,8 @@ def _applied(number: int, function: Callable[..., Any], args: Any, kwargs: Any) 
 
 def finished(number: int) -> Tracer:
     """Return the tracer of a trace, and forget it."""
-    return _tracers.pop(number)
+    with lock:
+        return _tracers.pop(number)
 
 
 def actual(tracer: Tracer, told: Any) -> Any:

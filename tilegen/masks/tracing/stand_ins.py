@@ -28,9 +28,12 @@ REDUCTIONS: dict[str, Callable[[list[Any]], Any]] = {
 
 RESHAPES: dict[str, Callable[..., Any]] = {
     "unsqueeze": lambda values, dim: np.expand_dims(values, dim),
-    "squeeze": lambda values, dim=None: np.squeeze(values, dim),
+    "squeeze": lambda values, dim=None: (
+        values if dim is not None and values.shape[dim] != 1 else np.squeeze(values, dim)
+    ),
     "flatten": lambda values: values.reshape(-1),
     "view_as": lambda values, other: values.reshape(other.shape),
+    "unbind": lambda values, dim=0: tuple(np.moveaxis(values, dim, 0)),
 }
 """PyTorch's methods of another shape by name: numpy's views, as PyTorch's are."""
 

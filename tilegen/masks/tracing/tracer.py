@@ -105,10 +105,11 @@ class Tracer:
         name = function.__name__
         if name in _OF_PYTHON:
             raise refusal(name, args[0])
-        if (
-            function is torch.Tensor.where
-        ):  # `x.where(condition, y)` is torch.where(condition, x, y)
+        if function is torch.Tensor.where:  # whose first argument is the second of torch.where
             function, args = torch.where, (args[1], args[0], *args[2:])
+        if not args and name != "where":
+            kwargs = dict(kwargs)
+            args = (kwargs.pop("input", None),)
         name = name.strip("_") if name.startswith("__") else name
         in_place, reflected = name[:1] == "i" and name[1:], name[:1] == "r" and name[1:]
         if name not in OPERATIONS and in_place in OPERATIONS:  # `x &= y` is __iand__ of x
@@ -116,8 +117,11 @@ class Tracer:
         if name[:-1] in OPERATIONS and name.endswith("_"):
             place = torch.Tensor if hasattr(torch.Tensor, name[:-1]) else torch.nn.functional
             return self._in_place(name[:-1], getattr(place, name[:-1]), args, kwargs)
-        if name in OPERATIONS and kwargs.get("inplace"):
-            return self._in_place(name, function, args, kwargs | {"inplace": False})
+        if name in OPERATIONS and "inplace" in _signature(name).parameters:
+            options = _bound(name, args, kwargs).arguments
+            if options.pop("inplace", False):
+                del options["input"]
+                return self._in_place(name, function, args[:1], options)
         kwargs = {key: value for key, value in kwargs.items() if key not in _PLACEMENT}
         if name not in OPERATIONS and reflected in OPERATIONS:  # `2 ** q` is __rpow__ of q
             # PyTorch's function takes them as they are, and `pow` the other way round.
@@ -136,19 +140,14 @@ class Tracer:
             return self._converted(args[0], [kinds_of(name, function, args[:1], {}).result])
         has_rows = any(is_row(one) for one in args)
         if name in RESHAPES:
-            found = RESHAPES[name](self._elements(args[0]), *args[1:], **kwargs)
-            return Computed(found, args[0].dtype)
-        if name == "unbind" and has_rows:
-            parts = np.moveaxis(self._elements(args[0]), (*args, 0)[1], 0)
-            return tuple(Computed(part, args[0].dtype) for part in map(boxed, parts))
+            return self._reshaped(name, *args, **kwargs)
         if name in REDUCTIONS and has_rows:
             kinds = kinds_of(name, function, args, kwargs)
             given, options = args[0], dict(kwargs)
             if dtype := options.pop("dtype", None):  # elements are converted first
                 given = self._converted(given, [dtype])
-            return self._cast_each(
-                reduced(name, self._elements(given), *args[1:], **options), kinds
-            )
+            parts = reduced(name, self._elements(given), *args[1:], **options)
+            return self._cast_each(parts, kinds)
         if name in ("dot", "vdot", "inner", "matmul") and has_rows:
             kinds = kinds_of(name, function, args, kwargs)
             left, right = map(self._elements, args)
@@ -180,6 +179,18 @@ class Tracer:
         kinds = Kinds(found.dtype, changed.dtype)
         changed.elements[...] = self._cast_each(found.elements, kinds).elements
         return changed
+
+    def _reshaped(self, name: str, value: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return a view of a small tensor, or a tuple of views."""
+        try:
+            found = RESHAPES[name](self._elements(value), *args, **kwargs)
+        except (TypeError, ValueError, IndexError) as error:
+            raise Unsupported(
+                f"expected {name} of the {len(value.shape)} dimensions of {value}: {error}"
+            ) from None
+        if isinstance(found, tuple):
+            return tuple(Computed(boxed(part), value.dtype) for part in found)
+        return Computed(found, value.dtype)
 
     def _indexed(self, target: Any, index: Any) -> Computed | Table:
         """Return an element, rows that still lack an index, or a part of a few elements."""
