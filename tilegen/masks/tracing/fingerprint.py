@@ -166,6 +166,8 @@ def fingerprint(roots: tuple[Any, ...], *, by_elements: bool = False) -> list[An
     reader = _Reader(by_elements)
     for root in roots:
         reader.value(root)
+        if isinstance(root, torch.nn.Module):  # whose call PyTorch leads to `forward`
+            reader.value(type(root).forward)
     reader.attributes()
     return reader.facts
 
@@ -175,8 +177,8 @@ class _Reader:
         self.facts: list[Any] = []
         self._by_elements = by_elements
         self._seen: set[int] = set()
-        self._names = {"forward"}
-        """The names of globals and attributes in the functions met so far; modules name none."""
+        self._names: set[str] = set()
+        """The names of globals and attributes in the functions met so far."""
         self._objects: list[Any] = []
         """The objects met so far, whose attributes are looked at when all names are known."""
 
