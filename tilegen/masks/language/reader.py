@@ -26,7 +26,7 @@ class Reader(ABC):
     """What is wrong with a text that has no syntax tree."""
 
     def parse(self, text: str) -> Any:
-        """Return what a text means. Raises InvalidProblem for any other text."""
+        """Read a text as a mask or an expression. Raises InvalidProblem for any other text."""
         if len(text) > self.longest:
             raise InvalidProblem(
                 f"expected at most {self.longest} characters in {self.what}, got {len(text)}"
@@ -43,10 +43,10 @@ class Reader(ABC):
 
     @abstractmethod
     def whole(self, text: str) -> Any:
-        """Return what the syntax tree of a text means. Raises what `parse` makes one error of."""
+        """Read the syntax tree of a text. `parse` turns its errors into an InvalidProblem."""
 
     def read(self, node: ast.expr, depth: int) -> Any:
-        """Return what a node means."""
+        """Read a node."""
         if depth > self.deepest:
             raise InvalidProblem(f"expected at most {self.deepest} levels of nesting")
         depth += 1
@@ -65,18 +65,18 @@ class Reader(ABC):
 
     @abstractmethod
     def leaf(self, value: Any, *, is_name: bool) -> Any:
-        """Return what a name, or a number or another constant of Python, means."""
+        """Read a name, or a number or another constant of Python."""
 
     @abstractmethod
     def call(self, name: str, args: list[ast.expr], depth: int) -> Any:
-        """Return what a constructor makes of its arguments."""
+        """Call a constructor with the arguments that its nodes give."""
 
     @abstractmethod
     def operand(self, node: ast.expr, depth: int) -> Any:
         """Return an operand of `&`, `|` or `~`."""
 
     def other(self, node: ast.expr, depth: int) -> Any:
-        """Return what any other node means."""
+        """Read any other node."""
         raise InvalidProblem(f"{ast.unparse(node)[:80]!r} is not part of {self.what}")
 
 

@@ -101,7 +101,7 @@ class Tracer:
     def apply(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        """Return what one of torch's functions or methods makes of values."""
+        """Apply a function or method of torch to values."""
         name = function.__name__
         if name in _OF_PYTHON:
             raise refusal(name, args[0])
@@ -254,7 +254,7 @@ class Tracer:
     def _elementwise(
         self, name: str, args: Sequence[Any], kwargs: dict[str, Any], kinds: Kinds
     ) -> Computed:
-        """Return what an operation makes of each element of operands that are broadcast."""
+        """Apply an operation to each element of operands that are broadcast."""
         bound = _bound(name, args, kwargs)
         if kinds.result == kinds.common == torch.bool:
             name = _OF_BOOLS.get(name, name)
