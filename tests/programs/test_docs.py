@@ -186,11 +186,18 @@ def test_every_argument_of_a_kernel_is_on_the_page_of_bundles() -> None:
         "tilegen/README.md",
         "tilegen/bundles/README.md",
         "tilegen/calls/README.md",
+        "tilegen/choose/README.md",
         "tilegen/cli/README.md",
         "tilegen/integrations/README.md",
+        "tilegen/cpu/README.md",
+        "tilegen/emit/README.md",
         "tilegen/explaining/README.md",
         "tilegen/fleet/README.md",
+        "tilegen/kernels/README.md",
         "tilegen/masks/README.md",
+        "tilegen/model/README.md",
+        "tilegen/runtime/README.md",
+        "tilegen/store/README.md",
     ],
 )
 def test_links_lead_somewhere(page: str) -> None:
