@@ -43,7 +43,7 @@ SHOWN = {
 """Cases of the table of the project's README, and their titles."""
 HEAD = (
     "| threads | pass | dtype | cases | faster | speed: least, median, most "
-    "| part of the measured peak | faster than the best of SDPA |\n" + "| --- " * 8 + "|"
+    "| part of the fp32 peak | faster than the best of SDPA |\n" + "| --- " * 8 + "|"
 )
 
 

@@ -71,6 +71,11 @@ def test_the_pages_have_the_summary_of_the_result_file() -> None:
     table = summary[: summary.index("")]
     assert len(table) == 2 * 2 * 2 + 1
     assert "\n".join(table) in (ROOT / "benchmarks" / "README.md").read_text()
+    on_zen5 = list(cpu_summary.lines(read(RESULTS / "cpu" / "calls_zen5.csv")))
+    assert (
+        "\n".join(on_zen5[: on_zen5.index("")]) in (ROOT / "benchmarks" / "README.md").read_text()
+    )
+    assert not [line for line in on_zen5 if line.startswith("slower")], "README says that none is"
     text = (ROOT / "README.md").read_text()
     assert "\n".join(cpu_summary.readme_table(rows)) in text
     (fast, best), (backward, best_backward) = (
