@@ -18,7 +18,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.tuner_quality import spearman
+from benchmarks.ranking import Ranking
 from tilegen.choose.ranker import estimate, time_as_compiled
 from tilegen.compiling.verdicts import verdict
 from tilegen.emit.identity import rows_are_aligned
@@ -31,43 +31,15 @@ from tilegen.task import KernelTask, Tiled
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judged:
+class Judged(Ranking):
     """The timed configs of a kernel and problem, with measured and predicted times [us]."""
 
     task: KernelTask
-    measured: dict[TileConfig, float]
-    predicted: dict[TileConfig, float]
-
-    @property
-    def first(self) -> TileConfig:
-        """The config that the model predicts to be the fastest."""
-        return min(self.predicted, key=self.predicted.__getitem__)
-
-    @property
-    def best(self) -> TileConfig:
-        """The fastest config."""
-        return min(self.measured, key=self.measured.__getitem__)
-
-    @property
-    def regret(self) -> float:
-        """Time of the first config over the best time, less one."""
-        return self.measured[self.first] / self.measured[self.best] - 1
 
     @property
     def correlation(self) -> float:
-        """Spearman's rank correlation of predicted and measured times; NaN for fewer than three."""
-        if len(self.measured) < 3:
-            return float("nan")
-        configs = list(self.measured)
-        return spearman(
-            [self.predicted[config] for config in configs],
-            [self.measured[config] for config in configs],
-        )
-
-    @property
-    def ratio(self) -> float:
-        """Predicted over measured time at the best config."""
-        return self.predicted[self.best] / self.measured[self.best]
+        """Spearman's rank correlation; NaN for fewer than three configs."""
+        return super().correlation if len(self.measured) > 2 else float("nan")
 
 
 def read(folder: Path) -> Iterator[tuple[KernelTask, dict[TileConfig, float]]]:

@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import Annotated, Literal, get_args
 from unittest import mock
 
-import numpy as np
 import typer
 
 from benchmarks import synthetic
 from benchmarks.environment import RESULTS, Environment, environment
+from benchmarks.ranking import spearman
 from benchmarks.recordings import Recording, Replayed, committed, read
 from benchmarks.rows import append, with_environment
 from tilegen.choose.ranker import propose
@@ -88,20 +88,6 @@ class QualityRow(Environment):
     p80_10: float
     p80_20: float
     p80_40: float
-
-
-def spearman(one: Sequence[float], other: Sequence[float]) -> float:
-    """Return the rank correlation of two lists, 0 where one of them is constant."""
-    a, b = (_ranks(values) for values in (one, other))
-    a, b = a - a.mean(), b - b.mean()
-    size = float(np.sqrt((a**2).sum() * (b**2).sum()))
-    return float((a * b).sum()) / size if size else 0.0
-
-
-def _ranks(values: Sequence[float]) -> np.ndarray:
-    """Return ranks from 0; equal values share the mean of theirs."""
-    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
-    return (np.cumsum(counts) - (counts + 1) / 2)[place]
 
 
 def ranking(recording: Recording) -> list[Candidate]:

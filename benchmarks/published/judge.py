@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from benchmarks.arithmetic import ideal_seconds
 from benchmarks.published.records import Point, Sweep, Winners
-from benchmarks.tuner_quality import spearman
+from benchmarks.ranking import Ranking
 from tilegen.choose.families import kernels_of
 from tilegen.choose.ranker import estimate, propose, time_as_compiled
 from tilegen.choose.search_space import all_configs
@@ -50,8 +50,8 @@ class SweepVerdict:
 def judge_sweep(sweep: Sweep, predicted: Mapping[TileConfig, float]) -> SweepVerdict:
     """Return the verdict on predicted times of a sweep's tiles."""
     times = sweep.seconds
-    order = sorted(times, key=lambda one: (predicted[one], one))
-    best = min(times, key=lambda one: times[one])
+    ranking = Ranking(measured=dict(sorted(times.items())), predicted=predicted)
+    order, best = ranking.order, ranking.best
     good = (1 + max(GOOD, sweep.noise)) * times[best]
     return SweepVerdict(
         source=sweep.source,
@@ -59,11 +59,11 @@ def judge_sweep(sweep: Sweep, predicted: Mapping[TileConfig, float]) -> SweepVer
         length=sweep.length,
         configs=len(times),
         spread=max(times.values()) / times[best],
-        spearman=spearman([predicted[one] for one in times], list(times.values())),
-        regret=times[order[0]] / times[best] - 1,
+        spearman=ranking.correlation,
+        regret=ranking.regret,
         trials=next(i for i, one in enumerate(order, 1) if times[one] <= good),
         noise=sweep.noise,
-        ratio=predicted[best] / times[best],
+        ratio=ranking.ratio,
         chosen=order[0].key,
         best=best.key,
     )

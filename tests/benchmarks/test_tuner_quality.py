@@ -15,10 +15,11 @@ import typer
 from typer.testing import CliRunner
 
 from benchmarks import exhaustive, synthetic, tuner_quality
+from benchmarks.ranking import spearman
 from benchmarks.recordings import Recorder, Recording, Session, file_of, new_session, read
 from benchmarks.rows import columns
 from benchmarks.rows import read as read_rows
-from benchmarks.tuner_quality import BUDGETS, QualityRow, order, quantile, regrets, spearman
+from benchmarks.tuner_quality import BUDGETS, QualityRow, order, quantile, regrets
 from tests.records import H200, timed
 from tests.used import used
 from tilegen.errors import BuildFailed, InvalidRecord
