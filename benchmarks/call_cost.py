@@ -41,7 +41,7 @@ from tilegen.task import KernelTask
 
 BASELINE = "SDPA of one row"
 PLAIN_CALLS = {"kv_lengths": "the same without", "paged": "a plain call"}
-"""What a call of `attention` alone is to kinds of calls, by the start of their names."""
+"""The call of `attention` that each kind of call is compared with, by the start of its name."""
 TILE = TileConfig(block_m=16, block_n=16)
 SPLIT: dict[Kernel, TileConfig] = {
     "fwd_split": TileConfig(block_m=16, block_n=16, split_kv=256),

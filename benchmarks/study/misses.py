@@ -74,7 +74,7 @@ class MissRow(Environment):
     schedule: str
     tiles: str
     state_kb: float
-    """What a program of the largest kernel holds: tiles, packed operands, and streamed rows."""
+    """State of a program of the largest kernel: tiles, packed operands, and streamed rows."""
     fits: bool
     """True: the state fits the cache."""
     counted_bytes: int
@@ -82,7 +82,8 @@ class MissRow(Environment):
     counted_load_bytes: int
     counted_store_bytes: int
     predicted_bytes: int
-    """What the kernels load and store by the model: no program leaves anything for the next."""
+    """Bytes that the kernels load and store by the model, which finds nothing in the cache that an
+    earlier program loaded."""
     counted_over_predicted: float
     lower_bound_bytes: int
     """The best of the bounds with constants: LB1, LB1G, LB2, inputs and outputs once."""

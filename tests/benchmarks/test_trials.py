@@ -31,7 +31,7 @@ def test_every_timed_config_of_an_h200_is_read() -> None:
 
 
 def test_the_model_errs_by_no_more_than_is_told() -> None:
-    """What benchmarks/results/h200/README.md says, without machine code."""
+    """The errors of benchmarks/results/h200/README.md bound those without machine code."""
     judged = judge(RESULTS, compiled=False)
     of_loops = [one for one in judged if one.task.spec.loop and "combine" not in one.task.kernel]
     of_loops = [one for one in of_loops if one.task.kernel != "bwd_preprocess"]

@@ -294,8 +294,8 @@ def test_other_forwards_do_hang_on_it() -> None:
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("score", [None, softcap(3.0)], ids=["plain", "softcap"])
 def test_copies_are_made_anew_on_each_call(layout: str, score: Score | None) -> None:
-    """Of queries, tables and lengths that kernels cannot read, and of results that they cannot
-    write; the second call is planned like the first."""
+    """Kernels cannot read these queries, tables and lengths, nor write the result. The second call
+    takes the plan of the first."""
     k_pages, v_pages = cache(12, 16, 2, (32, 16), torch.float32)
     given = k_pages, v_pages
     if layout == "HND":

@@ -299,8 +299,8 @@ def test_a_changed_function_is_followed(case: Callable[[], Case]) -> None:
 
 
 def within(block_mask: Any, keep: Callable[..., Any]) -> torch.Tensor:
-    """Return what FlexAttention keeps of a function: all of whole blocks, and of those listed what
-    it asks for."""
+    """Compute the pairs that FlexAttention keeps: all pairs of whole blocks, and in listed blocks
+    those that a function keeps."""
     asked = torch.zeros(N, N, dtype=torch.bool)
     whole = asked.clone()
     for found, counts, indices in (

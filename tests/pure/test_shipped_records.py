@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 
 from tilegen import resources
@@ -15,13 +12,6 @@ from tilegen.store import Location, list_records, look_up, places
 from tilegen.task import KernelTask
 
 SHIPPED = Location(str(resources.data_dir("cache")), "shipped")
-
-
-@contextmanager
-def shipping() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(places, "data_dir", resources.data_dir)
-        yield
 
 
 def test_every_file_is_in_order_and_found_by_what_it_says() -> None:
@@ -37,10 +27,10 @@ def test_every_file_is_in_order_and_found_by_what_it_says() -> None:
         assert found.record == record
 
 
-def test_calls_take_the_measured_config() -> None:
+def test_calls_take_the_measured_config(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = AttentionProblem.parse("b2 hq64 hkv8 q8192 kv8192 d64 bf16 window(127,0)")
-    with shipping():
-        taken = choose(problem, gpu("h200"), "backward")["bwd_dkdv"]
     by_model = choose(problem, gpu("h200"), "backward")["bwd_dkdv"]
+    monkeypatch.setattr(places, "data_dir", resources.data_dir)  # as outside of tests
+    taken = choose(problem, gpu("h200"), "backward")["bwd_dkdv"]
     assert taken.config.key == "m32n64w4s3"
     assert taken.config != by_model.config

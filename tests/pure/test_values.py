@@ -217,7 +217,7 @@ def element(tensor: torch.Tensor, *indices: int) -> int:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_values_are_read_at_any_index(seed: int) -> None:
-    """What is negative counts from the end, and 0 lies beyond."""
+    """Negative indices count from the end; an index out of range reads 0."""
     generator = torch.Generator().manual_seed(seed)
     rows, columns, count = torch.randint(1, 9, (3,), generator=generator).tolist()
     sparse: Any = block_sparse(torch.rand(rows, columns, generator=generator) < 0.5, 4)

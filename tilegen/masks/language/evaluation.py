@@ -59,10 +59,12 @@ def evaluate(
 
 
 Domain = Mapping[Any, Callable[..., Any]]
-"""What expressions are computed in: the function for each operation, of the numbers and truths of
-the domain. Nodes have their class as a key, where Bits and Wrapped take the exact class first. The
-others have names: "constant" of a tensor, "real" and "whole" to convert, "divide", "power" by a
-positive integer, "root" and "read" of a table."""
+"""The functions that compute expressions with the numbers and truths of a domain.
+
+A node's function has its class as a key; Bits and Wrapped take the exact class first. Other keys
+are names: "constant" of a tensor, "real" and "whole" to convert, "divide", "power" by a positive
+integer, "root", and "read" of a table.
+"""
 
 
 class Walk:

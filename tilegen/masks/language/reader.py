@@ -23,7 +23,7 @@ class Reader(ABC):
     operators: ClassVar[Mapping[type, Callable[..., Any]]]
     """Functions of operands by `ast.BitAnd`, `ast.BitOr` and `ast.Invert`."""
     unread: ClassVar[str] = "it does not read as an expression of Python"
-    """What is wrong with a text that has no syntax tree."""
+    """The reason in the error for a text without a syntax tree."""
 
     def parse(self, text: str) -> Any:
         """Read a text as a mask or an expression. Raises InvalidProblem for any other text."""

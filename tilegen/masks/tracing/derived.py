@@ -26,7 +26,7 @@ class _Step:
 
 
 class Derived:
-    """How a function makes tensors of others."""
+    """The calls by which a function makes tensors from other tensors."""
 
     def __init__(self) -> None:
         """`made` holds the steps by the id of what they made."""

@@ -37,7 +37,7 @@ _METADATA = frozenset(
 )
 """Methods that look at no element."""
 _DRAWS = ("rand", "normal_", "bernoulli_", "multinomial_", "poisson_", "uniform_")
-"""How the names of functions begin that give other numbers at each call, with `_` behind."""
+"""Prefixes of the names of functions that draw random numbers; `_` is appended to each name."""
 
 
 class Mode(TorchFunctionMode):

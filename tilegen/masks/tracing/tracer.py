@@ -57,7 +57,7 @@ _OF_PYTHON = {
     "__iter__": "loops over",
     "__len__": "len() of",
 }
-"""What Python does with a value for which it needs the number."""
+"""Uses of a value in Python that need its number, by the method that Python calls."""
 
 
 class Tracer:
