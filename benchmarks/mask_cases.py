@@ -1,9 +1,10 @@
-"""The masks of mask_creation, in SymPy for tilegen and as a function for FlexAttention."""
+"""The masks of mask_creation, as expressions for tilegen and as a function for FlexAttention."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 WINDOW = 4096
@@ -23,7 +24,7 @@ class Case:
 
     name: str
     expression: Callable[[], Any]
-    """A SymPy predicate; look-ups are of t0."""
+    """A predicate; look-ups are of t0."""
     mask_mod: Callable[[Any], Callable[..., Any]]
     captured: Callable[[int], Any] = lambda seqlen: None
     """Return the tensor that a mask of this length captures, on the CPU."""
@@ -33,10 +34,10 @@ class Case:
 
 def cases() -> dict[str, Case]:
     """Return the masks by name."""
-    import sympy
     import torch
 
-    from tilegen.masks.language.symbols import K, Lookup, Q, captured_name
+    from tilegen.masks.language.algebra import equal, load, unequal
+    from tilegen.masks.language.expr import K, Q
 
     def documents(seqlen: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(0)
@@ -58,11 +59,11 @@ def cases() -> dict[str, Case]:
     def same_document(ids: Any) -> Callable[..., Any]:
         return lambda b, h, q, k: (q >= k) & (ids[q] == ids[k])
 
-    ids, blocks = captured_name(0, "int"), captured_name(0, "bool")
-    q_block, k_block = (sympy.floor(index / LAYOUT_BLOCK) for index in (Q, K))
-    apart = sympy.floor(Q / GRID_WIDTH) - sympy.floor(K / GRID_WIDTH)
-    aside = sympy.Mod(Q, GRID_WIDTH) - sympy.Mod(K, GRID_WIDTH)
-    in_document = (K <= Q) & sympy.Eq(Lookup(ids, Q), Lookup(ids, K))
+    ids, blocks = partial(load, 0, "int"), partial(load, 0, "bool")
+    q_block, k_block = (index // LAYOUT_BLOCK for index in (Q, K))
+    apart = Q // GRID_WIDTH - K // GRID_WIDTH
+    aside = Q % GRID_WIDTH - K % GRID_WIDTH
+    in_document = (K <= Q) & equal(ids(Q), ids(K))
     listed = [
         Case(
             "causal window",
@@ -74,18 +75,18 @@ def cases() -> dict[str, Case]:
         Case("documents, interleaved", lambda: in_document, same_document, interleaved),
         Case(
             "block sparse",
-            lambda: sympy.Ne(Lookup(blocks, q_block, k_block), 0),
+            lambda: unequal(blocks(q_block, k_block), 0),
             lambda layout: lambda b, h, q, k: layout[q // LAYOUT_BLOCK, k // LAYOUT_BLOCK],
             layout,
         ),
         Case(
             "dilated window",
-            lambda: (K <= Q) & (Q - K < WINDOW) & sympy.Eq(sympy.Mod(Q - K, STEP), 0),
+            lambda: (K <= Q) & (Q - K < WINDOW) & equal((Q - K) % STEP, 0),
             lambda _: lambda b, h, q, k: (q >= k) & (q - k < WINDOW) & ((q - k) % STEP == 0),
         ),
         Case(
             "2-D neighborhood",
-            lambda: (sympy.Abs(apart) <= RADIUS) & (sympy.Abs(aside) <= RADIUS),
+            lambda: (abs(apart) <= RADIUS) & (abs(aside) <= RADIUS),
             lambda _: (
                 lambda b, h, q, k: (
                     ((q // GRID_WIDTH - k // GRID_WIDTH).abs() <= RADIUS)

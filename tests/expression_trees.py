@@ -1,14 +1,30 @@
-"""Random masks and scores, as SymPy expressions, and the small problem they are evaluated on."""
+"""Random masks and scores, as expressions, and the small problem they are evaluated on."""
 
 from random import Random
 from typing import Any
 
-import sympy
 import torch
 
+from tilegen.masks.language.algebra import (
+    add,
+    as_expr,
+    at_most,
+    both,
+    divide,
+    either,
+    equal,
+    floor,
+    less,
+    load,
+    maximum,
+    minimum,
+    multiply,
+    opposite,
+    where,
+)
 from tilegen.masks.language.evaluation import evaluate
-from tilegen.masks.language.nodes import Sigmoid, Where
-from tilegen.masks.language.symbols import SEQLEN_KV, B, H, K, Lookup, Q, S, captured_name
+from tilegen.masks.language.expr import SEQLEN_KV, B, Expr, H, K, Q, S
+from tilegen.masks.language.functions import elementary, power, sign
 
 BATCH, HEADS, SEQLEN = 2, 3, 5
 B_IDX, H_IDX, Q_IDX, K_IDX = (
@@ -41,17 +57,28 @@ def tensor(*shape: int, seed: int = 0) -> torch.Tensor:
 
 KINDS = ("float", "int", "bool")
 """What the captured tensors t0 (heads, 10), t1 (7,) and t2 (5,) hold."""
-T0, T1, T2 = (captured_name(slot, kind) for slot, kind in enumerate(KINDS))
-
-NUMBERS = [-3, 2, 7, sympy.Rational(1, 3), sympy.Rational(-5, 2), 0.5, -1.75, 0.1]
+NUMBERS = [-3, 2, 7, 1 / 3, -2.5, 0.5, -1.75, 0.1]
 
 
-def integer(random: Random, depth: int) -> Any:
+def t0(*index: Any) -> Expr:
+    """Return an element of t0, a float."""
+    return load(0, "float", *index)
+
+
+def t1(*index: Any) -> Expr:
+    """Return an element of t1, an integer."""
+    return load(1, "int", *index)
+
+
+def t2(*index: Any) -> Expr:
+    """Return an element of t2, a bool, as a number."""
+    return load(2, "bool", *index)
+
+
+def integer(random: Random, depth: int) -> Expr:
     """Return an integer expression of indices and look-ups."""
     if depth == 0:
-        return random.choice(
-            [B, H, Q, K, SEQLEN_KV, sympy.Integer(3), Lookup(T1, Q), Lookup(T2, K)]
-        )
+        return random.choice([B, H, Q, K, SEQLEN_KV, as_expr(3), t1(Q), t2(K)])
     one, other = integer(random, depth - 1), integer(random, depth - 1)
     positive = random.randint(2, 9)
     return random.choice(
@@ -59,53 +86,55 @@ def integer(random: Random, depth: int) -> Any:
             lambda: one + other,
             lambda: one - other,
             lambda: one * positive,
-            lambda: sympy.floor(one / sympy.Integer(random.choice([-positive, positive]))),
-            lambda: sympy.Mod(one, random.choice([-positive, positive])),
-            lambda: sympy.Max(one, other),
-            lambda: sympy.Abs(one),
-            lambda: Where(condition(random, depth - 1), one, other),
-            lambda: Lookup(T1, sympy.Mod(one, 7)),
+            lambda: one // random.choice([-positive, positive]),
+            lambda: one % random.choice([-positive, positive]),
+            lambda: maximum(one, other),
+            lambda: abs(one),
+            lambda: where(condition(random, depth - 1), one, other),
+            lambda: t1(one % 7),
         ]
     )()
 
 
-def condition(random: Random, depth: int) -> Any:
+def condition(random: Random, depth: int) -> Expr:
     """Return a predicate of indices and look-ups."""
-    compare = random.choice([sympy.Le, sympy.Lt, sympy.Eq, sympy.Ne, sympy.Ge])
-    found = compare(integer(random, depth), integer(random, depth) / random.choice([1, 2]))
+    compare = random.choice(
+        [at_most, less, equal, lambda a, b: opposite(equal(a, b)), lambda a, b: at_most(b, a)]
+    )
+    found = compare(integer(random, depth), divide(integer(random, depth), random.choice([1, 2])))
     if depth == 0:
         return found
     other = condition(random, depth - 1)
-    return random.choice([found, found & other, found | ~other, ~(found & other)])
+    return random.choice(
+        [found, both(found, other), either(found, ~other), opposite(both(found, other))]
+    )
 
 
-def score(random: Random, depth: int) -> Any:
+def score(random: Random, depth: int) -> Expr:
     """Return a score whose values stay moderate."""
     if depth == 0:
         # Column 5 is one that q - k never meets: equal elements would tie in minima.
-        return random.choice(
-            [S, S, S * 1.5, Lookup(T0, H, Q - K), Lookup(T0, H, 5), Q, sympy.sympify(0.5), K]
-        )
+        return random.choice([S, S, S * 1.5, t0(H, Q - K), t0(H, 5), Q, as_expr(0.5), K])
     one, other = score(random, depth - 1), score(random, random.randrange(depth))
-    number = sympy.sympify(random.choice(NUMBERS))
+    number = random.choice(NUMBERS)
     return random.choice(
         [
             lambda: one + other,
-            lambda: one - number * other,
-            lambda: sympy.tanh(one) * other,
-            lambda: one + number * integer(random, 1),
-            lambda: one / (1 + other**2),
-            lambda: sympy.exp(sympy.tanh(one)),
-            lambda: sympy.log(1 + one**2),
-            lambda: sympy.sqrt(1 + sympy.Abs(one)),
-            lambda: sympy.Max(one, other),
-            lambda: sympy.Min(one, number),
-            lambda: sympy.Abs(one),
-            lambda: Sigmoid(one),
-            lambda: sympy.sin(one) + sympy.cos(other),
-            lambda: Where(condition(random, 1), one, other),
-            lambda: Where(sympy.Lt(S, one), one, other),
-            lambda: number * sympy.floor(one) + sympy.sign(other) * one,
-            lambda: one**3 / 50 + 2 ** sympy.tanh(one),
+            lambda: one - multiply(number, other),
+            lambda: elementary("tanh", one) * other,
+            lambda: one + multiply(number, integer(random, 1)),
+            lambda: divide(one, 1.0 + power(other, 2)),
+            lambda: elementary("exp", elementary("tanh", one)),
+            lambda: elementary("log", add(1.0, power(one, 2))),
+            lambda: elementary("sqrt", add(1.0, abs(one))),
+            lambda: maximum(one, other),
+            lambda: minimum(one, number),
+            lambda: abs(one),
+            lambda: elementary("sigmoid", one),
+            lambda: elementary("sin", one) + elementary("cos", other),
+            lambda: where(condition(random, 1), one, other),
+            lambda: where(less(S, one), one, other),
+            lambda: multiply(number, floor(one)) + sign(other) * one,
+            lambda: power(one, 3) / 50.0 + power(2.0, elementary("tanh", one)),
         ]
     )()

@@ -8,12 +8,11 @@ from functools import reduce
 from typing import Any
 
 import numpy as np
-import sympy
 import torch
 from numpy.typing import NDArray
 
-from tilegen.masks.language.nodes import Sigmoid, Where
-from tilegen.masks.language.symbols import SEQLEN_KV, SEQLEN_Q, B, H, K, Lookup, Q, captured_name
+from tilegen.masks.language.algebra import as_expr, both, equal, load, opposite
+from tilegen.masks.language.expr import SEQLEN_KV, SEQLEN_Q, B, Expr, H, K, Q, slot_of
 from tilegen.masks.shapes import Shape, TiledShape
 from tilegen.masks.tiles import tile_classes
 from tilegen.masks.tiles.tile_classes import TileClasses
@@ -22,52 +21,48 @@ from tilegen.masks.tiles.tile_lists import TileLists, lists_of
 CPU = torch.device("cpu")
 EMPTY, FULL, PARTIAL = 0, 1, 2
 
-SAME_DOCUMENT = sympy.Eq(Lookup(captured_name(0, "int"), Q), Lookup(captured_name(0, "int"), K))
+SAME_DOCUMENT = equal(load(0, "int", Q), load(0, "int", K))
 
 
-def block_layout(block: int) -> Any:
-    layout = captured_name(0, "bool")
-    return sympy.Ne(Lookup(layout, sympy.floor(Q / block), sympy.floor(K / block)), 0)
+def block_layout(block: int) -> Expr:
+    return opposite(equal(load(0, "bool", Q // block, K // block), 0))
 
 
-def neighbourhood(width: int, radius: int) -> Any:
-    rows = sympy.floor(Q / width) - sympy.floor(K / width)
-    columns = sympy.Mod(Q, width) - sympy.Mod(K, width)
-    return (sympy.Abs(rows) <= radius) & (sympy.Abs(columns) <= radius)
+def neighbourhood(width: int, radius: int) -> Expr:
+    rows, columns = Q // width - K // width, Q % width - K % width
+    return both(abs(rows) <= radius, abs(columns) <= radius)
 
 
 # --------------------------------------------------------------------------------------------------
 # Brute force
 
 
-TINY = 1e-6
-"""Less than what two fractions here differ by, more than what they are rounded by."""
-MEANING: dict[Any, Callable[..., Any]] = {
-    sympy.Add: lambda *x: reduce(np.add, x),
-    sympy.Pow: lambda x, n: x**n,
-    sympy.floor: lambda x: np.floor(x + TINY),
-    sympy.ceiling: lambda x: np.ceil(x - TINY),
-    sympy.Mod: np.mod,
-    sympy.Abs: np.abs,
-    sympy.Min: lambda *x: reduce(np.minimum, x),
-    sympy.Max: lambda *x: reduce(np.maximum, x),
-    sympy.Lt: lambda x, y: x < y - TINY,
-    sympy.Le: lambda x, y: x <= y + TINY,
-    sympy.Gt: lambda x, y: x > y + TINY,
-    sympy.Ge: lambda x, y: x >= y - TINY,
-    sympy.Eq: np.equal,
-    sympy.Ne: np.not_equal,
-    sympy.And: lambda *x: reduce(np.logical_and, x),
-    sympy.Or: lambda *x: reduce(np.logical_or, x),
-    sympy.Not: np.logical_not,
-    Where: np.where,
-    sympy.sign: np.sign,
-    sympy.exp: np.exp,
-    sympy.log: np.log,
-    sympy.tanh: np.tanh,
-    sympy.sin: np.sin,
-    sympy.cos: np.cos,
-    Sigmoid: lambda x: 1 / (1 + np.exp(-x)),
+MEANING: dict[str, Callable[..., Any]] = {
+    "add": lambda *x: reduce(np.add, x),
+    "neg": np.negative,
+    "mul": lambda *x: reduce(np.multiply, x),
+    "div": np.divide,
+    "floor": np.floor,
+    "floordiv": lambda x, y: np.where(y == 0, x, x // np.where(y == 0, 1, y)),
+    "mod": lambda x, y: np.where(y == 0, 0, np.mod(x, np.where(y == 0, 1, y))),
+    "abs": np.abs,
+    "min": lambda *x: reduce(np.minimum, x),
+    "max": lambda *x: reduce(np.maximum, x),
+    "lt": np.less,
+    "le": np.less_equal,
+    "eq": np.equal,
+    "and": lambda *x: reduce(np.logical_and, x),
+    "or": lambda *x: reduce(np.logical_or, x),
+    "not": np.logical_not,
+    "where": np.where,
+    "sign": np.sign,
+    "exp": np.exp,
+    "log": np.log,
+    "sqrt": np.sqrt,
+    "tanh": np.tanh,
+    "sin": np.sin,
+    "cos": np.cos,
+    "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
 }
 
 
@@ -77,31 +72,32 @@ def dense(keep: Any, captured: list[torch.Tensor], shape: TiledShape) -> NDArray
     values: dict[Any, Any] = dict(zip((B, H, Q, K), np.indices(sizes), strict=True))
     values |= {SEQLEN_Q: shape.seqlen_q, SEQLEN_KV: shape.seqlen_kv}
 
-    def look_up(name: Any, *indices: Any) -> Any:
-        tensor = captured[int(name.name[1:])].numpy()
+    def look_up(slot: int, *indices: Any) -> Any:
+        tensor = captured[slot].numpy()
         places = [np.broadcast_to(index, sizes).astype(int) for index in indices]
         inside = np.ones(sizes, dtype=bool)
         for place, size in zip(places, tensor.shape, strict=True):
             inside &= (place >= -size) & (place < size)
-        found = np.zeros(sizes)
+        found = np.zeros(sizes, dtype=tensor.dtype)
         found[inside] = tensor[tuple(place[inside] for place in places)]
-        return found
+        return found.astype(np.int64) if found.dtype.kind in "bui" else found
 
-    def value(expr: Any) -> Any:
+    def value(expr: Expr) -> Any:
         if expr in values:
             return values[expr]
-        if isinstance(expr, Lookup):
-            return look_up(expr.args[0], *map(value, expr.args[1:]))
-        if expr.is_Mul:  # a third of 3 is 1, whatever the order
-            numerator, denominator = expr.as_numer_denom()
-            factors = numerator.args if numerator.is_Mul else [numerator]
-            return reduce(np.multiply, map(value, factors)) / value(denominator)
-        if expr.is_Atom:
-            return bool(expr) if expr in (True, False) else float(expr)
-        return MEANING[expr.func](*map(value, expr.args))
+        if expr.is_const:
+            return np.float32(expr.value) if expr.is_float else np.asarray(expr.value)
+        args = [value(arg) for arg in expr.args]
+        if expr.op == "load":
+            return look_up(slot_of(expr), *args)
+        if expr.op == "power":
+            return reduce(np.multiply, args * expr.value)
+        if expr.op == "cast":
+            return np.asarray(args[0]).astype(expr.dtype)
+        return MEANING[expr.op](*args)
 
     with np.errstate(invalid="ignore", divide="ignore"):
-        return np.broadcast_to(value(keep), sizes)
+        return np.broadcast_to(value(as_expr(keep)), sizes)
 
 
 def brute_force(kept: NDArray[np.bool_], shape: TiledShape) -> NDArray[np.int64]:
@@ -146,7 +142,7 @@ def listed(lists: TileLists, streamed: int) -> NDArray[np.int64]:
 
 def check(keep: Any, captured: list[torch.Tensor], shape: TiledShape) -> TileClasses:
     """Compare the lists of both sides with brute force; return the classification."""
-    keep = sympy.sympify(keep)
+    keep = as_expr(keep)
     expected = brute_force(dense(keep, captured, shape), shape)
     classes = tile_classes.classify(keep, captured, shape, CPU)
     rows, columns = lists_of(classes, "rows"), lists_of(classes, "columns")

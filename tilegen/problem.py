@@ -179,7 +179,7 @@ class AttentionProblem:
         )
 
     def _without_lists(self) -> AttentionProblem:
-        from tilegen.masks.source import unlisted  # imports SymPy
+        from tilegen.masks.source import unlisted  # loads torch
 
         mask = unlisted(self.mask)
         return self if mask is self.mask else replace(self, mask=mask)

@@ -118,7 +118,7 @@ for mask in ("causal&(global(20)|window(7,0))", "documents(@bq:64)&prefix_lm(@b:
 from tilegen.masks.language.texts import from_text, to_text
 from tilegen.masks.language.loads import Loads
 from tilegen.masks.language.triton_source import Writer
-from tilegen.masks.language.symbols import *
+from tilegen.masks.language.expr import B, H, K, Q, S
 e = from_text("max(s,exp(t0[h]),3*q)*min(s,k,abs(q-k))+max(k,tanh(s),t0[q]*t0[k])"
     "+where((q<k)&(h<2)|(b<3)&(k<5)|(t0[h]<s),max(s,q),min(t0[h],s))", ["float"])
 print(to_text(e))
@@ -128,7 +128,7 @@ print(writer.sources({"out": e, "again": e * e}), writer.statements)
 
 
 def test_hash_seeds_change_no_byte() -> None:
-    """SymPy orders what it can by hashes, which differ from process to process."""
+    """Sets are in the order of hashes, which differ from process to process."""
     outputs = {warm.output(SEEDED, seed=seed) for seed in (1, 2)}
     assert len(outputs) == 1
     assert len(outputs.pop().splitlines()) == 24 + 2

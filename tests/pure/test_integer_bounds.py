@@ -7,17 +7,18 @@ from random import Random
 from typing import Any
 
 import pytest
-import sympy
 import torch
 
-from tests.expression_trees import T1, integer
+from tests.expression_trees import integer, t1
+from tilegen.masks.language.algebra import as_expr, cast, where
+from tilegen.masks.language.elements import BOUNDS
 from tilegen.masks.language.evaluation import points
+from tilegen.masks.language.expr import SEQLEN_KV, B, Expr, H, K, Q
+from tilegen.masks.language.functions import bits
 from tilegen.masks.language.integer_bounds import Sizes
-from tilegen.masks.language.integers import FloorDiv, prepared
-from tilegen.masks.language.nodes import BITS, Bits
-from tilegen.masks.language.symbols import SEQLEN_KV, B, H, K, Lookup, Q, captured_name
-from tilegen.masks.language.value_bounds import LARGEST, Interval, intervals, tile_bounds
-from tilegen.masks.language.widths import WRAPPED
+from tilegen.masks.language.integers import BITS, bits_of
+from tilegen.masks.language.limits import LARGEST
+from tilegen.masks.language.value_bounds import Interval, intervals, tile_bounds
 
 CPU = torch.device("cpu")
 
@@ -25,8 +26,8 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("name", BITS)
 def test_bits_of_tiles(name: str) -> None:
     """The ends of intervals of both signs, narrow and wide."""
-    operation, random = BITS[name], Random(0)
-    compute = intervals({})[Bits]
+    random = Random(0)
+    compute = intervals({})["bits"]
     for _ in range(400):
         left = sorted(random.randint(-40, 200) for _ in range(2))
         right = sorted(random.randint(-40, 200) for _ in range(2))
@@ -35,28 +36,28 @@ def test_bits_of_tiles(name: str) -> None:
         if random.random() < 0.5:
             left[1] = min(left[1], left[0] + random.randint(0, 9))
         given = (Interval(*(torch.tensor([end]) for end in ends)) for ends in (left, right))
-        found = compute(operation, *given)
-        values = _all(operation, left, right)
+        found = compute(name, *given)
+        values = _all(name, left, right)
         assert int(found.lo) <= min(values) <= max(values) <= int(found.hi), (left, right)
 
 
-def _all(operation: type[Bits], left: list[int], right: list[int]) -> list[int]:
+def _all(name: str, left: list[int], right: list[int]) -> list[int]:
     every = product(range(left[0], left[1] + 1), range(right[0], min(right[1], right[0] + 20) + 1))
-    return [operation.of(a, b) for a, b in every]
+    return [bits_of(name, a, b) for a, b in every]
 
 
 def test_what_is_not_bounded_stays_so() -> None:
     """Bits of numbers of both signs can be any, and so can what is computed with them."""
-    unbounded = BITS["bitxor"](K - Q, Q)
+    unbounded = bits("bitxor", K - Q, Q)
     tile = {Q: Interval(torch.tensor([0]), torch.tensor([1])), K: _single(0)}
     given = {Q: torch.tensor([0, 1]), K: torch.tensor([0])}
     for expr in (
         unbounded + 3,
         2 * unbounded,
         unbounded - K,
-        BITS["shl"](unbounded, 2 * Q),
-        FloorDiv(unbounded, Q + 1) - 5,
-        sympy.Abs(unbounded) + Q,
+        bits("shl", unbounded, 2 * Q),
+        unbounded // (Q + 1) - 5,
+        abs(unbounded) + Q,
     ):
         values = points([], given, CPU)(expr)
         found = tile_bounds([], tile, CPU, {})(expr)
@@ -72,15 +73,15 @@ def _single(value: int) -> Interval:
 def test_integer_formulas(seed: int) -> None:
     """Positions are below 12, so that few of the bounds are reached, and none is passed."""
     random = Random(seed)
-    expr: Any = prepared(_with_bits(random, integer(random, 3)))
+    expr: Any = _with_bits(random, integer(random, 3))
     axes = [torch.arange(n).view([-1 if i == axis else 1 for i in range(4)])
             for axis, n in enumerate((2, 3, 12, 12))]  # fmt: skip
     captured = [torch.zeros(3, 10), torch.arange(7) % 5 - 2, torch.arange(5) % 3 == 0]
     given = dict(zip((B, H, Q, K), axes, strict=True)) | {SEQLEN_KV: torch.tensor(12)}
     values = points(captured, given, CPU)(expr).clamp(-LARGEST, LARGEST)  # beyond: anything
     known: dict[Any, tuple[int, int]] = {B: (0, 1), H: (0, 2), Q: (0, 11), K: (0, 11)}
-    known |= {SEQLEN_KV: (12, 12), captured_name(1, "int"): (-2, 2)}
-    known |= {captured_name(2, "bool"): (0, 1)}
+    known |= {SEQLEN_KV: (12, 12), 1: (-2, 2)}
+    known |= {2: (0, 1)}
     low, high = Sizes(known, set()).bounds(expr)
     assert low <= int(values.min()) <= int(values.max()) <= high
     tile = {
@@ -92,12 +93,13 @@ def test_integer_formulas(seed: int) -> None:
     assert int(found.lo) <= int(values.min()) <= int(values.max()) <= int(found.hi)
 
 
-def _with_bits(random: Random, expr: Any) -> Any:
-    operation = random.choice([*BITS.values(), *WRAPPED.values(), None])
-    if operation in WRAPPED.values():
-        return operation(expr * random.choice([1, 40, 9000])) + K
+def _with_bits(random: Random, expr: Expr) -> Expr:
+    operation = random.choice([*BITS, *BOUNDS, None])
     if operation is None:
         return expr
-    if operation in (BITS["shl"], BITS["shr"]):
-        return operation(expr, random.choice([sympy.Mod(Q, 4), 9 * (K - Q), Lookup(T1, K) * 33]))
-    return operation(expr, random.choice([K, -H - 1, sympy.Integer(21)]))
+    if operation in BOUNDS:
+        narrow = cast(expr * random.choice([1, 40, 9000]), operation)
+        return (where(narrow, 1, 0) if operation == "bool" else narrow) + K
+    if operation in ("shl", "shr"):
+        return bits(operation, expr, random.choice([Q % 4, 9 * (K - Q), t1(K) * 33]))
+    return bits(operation, expr, random.choice([K, -H - 1, as_expr(21)]))

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import sympy
 
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.masks import Mask, causal, full, parse_mask, sliding_window
+from tilegen.masks.language.algebra import minimum
 from tilegen.masks.mask import Full, Side
 from tilegen.masks.tiles.closed_form import FIRST, LAST, SEQLEN_KV, stream_sets
 from tilegen.masks.tiles.tile_ranges import TileRanges, tile_ranges
@@ -110,9 +110,9 @@ def test_tile_classes_equal_brute_force(text: str, side: Side) -> None:
 def test_causal_bounds_are_the_textbook_ones() -> None:
     sets = stream_sets(causal(), "rows")
     assert sets.full is not None
-    assert [one.lo for one in sets.live] == [0]
-    assert [one.hi for one in sets.live] == [sympy.Min(LAST + 1, SEQLEN_KV)]
-    assert sets.full.hi == sympy.Min(FIRST + 1, SEQLEN_KV)
+    assert [str(one.lo) for one in sets.live] == ["0"]
+    assert [one.hi for one in sets.live] == [minimum(LAST + 1, SEQLEN_KV)]
+    assert sets.full.hi == minimum(FIRST + 1, SEQLEN_KV)
 
 
 @pytest.mark.parametrize("text", MASKS)
@@ -159,9 +159,9 @@ class _Mod(Mask):
     notation = "mod"
 
     def keep(self, at: Pair) -> Any:
-        return sympy.Mod(at.q, 3) <= at.k
+        return at.q % 3 <= at.k
 
 
 def test_what_the_compiler_cannot_solve_is_named() -> None:
-    with pytest.raises(Unsupported, match="Mod"):
+    with pytest.raises(Unsupported, match="the term q%3"):
         stream_sets(_Mod(), "rows")

@@ -37,7 +37,7 @@ HOSTILE = [
     "keep(t0[q]<k)", "keep(t1[q]<k,@:50int)", "keep(t0[q,k],@:50int)", "keep(t0[q][k]<1,@:50int)",
     "keep(t99999999999999999999[q]<1,@:50int)", "keep(q<k<q)", "keep(q and k)", "keep(not q<k)",
     "keep([q<k])", "keep(q<k if 1 else 0)", "keep(q<k;1)", "keep(q\n<k)", "keep(q//0<k)",
-    "keep(q%0<k)", "keep(1//0<q)", "keep(9**9**9<k)", "keep(nan<q)", "keep(q.__class__)",
+    "keep(q%0<k)", "keep(1//0<q)", "keep(9**9**9<k)", "keep(q.__class__)",
     "keep((lambda:1)())", "keep(__import__('os').system('true'))", "keep(open('x')<q)",
     "keep(q<" + "(" * 250 + "k" + ")" * 250 + ")", "keep(" + "~" * 500 + "(q<k))",
     "(" * 250 + "causal" + ")" * 250, "~" * 40 + "causal", "(" * 10_000, ")" * 10_000,

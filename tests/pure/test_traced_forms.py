@@ -79,4 +79,4 @@ def test_parameters_are_captured_themselves() -> None:
 
 
 def test_a_score_may_be_given_back_by_an_autograd_function() -> None:
-    assert tilegen.score(lambda s, b, h, q, k: Given.apply(s) * 2).text == "2*s"
+    assert tilegen.score(lambda s, b, h, q, k: Given.apply(s) * 2).text == "2.0*s"

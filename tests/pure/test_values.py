@@ -28,7 +28,8 @@ from tilegen.masks import (
     values,
 )
 from tilegen.masks.language.evaluation import evaluate
-from tilegen.masks.language.symbols import PAIR, B, K, Q, captured_name
+from tilegen.masks.language.expr import PAIR, B, K, Q
+from tilegen.masks.language.rewriting import renamed
 from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import tensors_of
 from tilegen.masks.tiles.closed_form import depends_on
@@ -228,7 +229,7 @@ def test_values_are_read_at_any_index(seed: int) -> None:
         (sparse.layout, sparse.layout.at(pair, Q - 12, K - 12), lambda q, k: (q - 12, k - 12)),
         (numbers, numbers.at(pair._replace(k=K - 12)), lambda q, k: (k - 12,)),
     ):
-        named = read.xreplace({value.symbol: captured_name(0, value.kind)})
+        named = renamed(read, {value.slot: (0, value.kind)})
         found = evaluate(named, [value.tensor], b=0, h=0, q=q, k=k, seqlen_q=24, seqlen_kv=24)
         expected = torch.tensor(
             [[element(value.tensor, *at(i, j)) for j in range(24)] for i in range(24)]

@@ -34,7 +34,7 @@ def verdict(tiled: Tiled, *, aligned: bool) -> Resources | BuildFailed:
     Raises Unsupported if nothing can be compiled."""
     if (known := remembered(tiled, aligned=aligned)) is not None:
         return known
-    from tilegen.emit.render import render  # imports Jinja and SymPy
+    from tilegen.emit.render import render  # imports Jinja
 
     rendered = render(tiled.problem, tiled.config, tiled.spec.name, aligned=aligned)
     result, is_lasting = _compiled(rendered, tiled.device.arch)

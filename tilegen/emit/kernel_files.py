@@ -1,7 +1,7 @@
 """Files of emitted kernels: their paths, writing and importing them.
 
 A kernel's digest covers everything that determines its text, so a file that is there need not be
-rendered again: a call whose kernels are on disk loads neither the templates nor SymPy. Only files
+rendered again: a call whose kernels are on disk loads no templates. Only files
 that nobody else can have written are imported; elsewhere kernels are rendered in each process.
 """
 
@@ -69,7 +69,7 @@ def load_kernel(
             )
         except Exception as error:  # a damaged file raises anything
             log.warning("emitted kernel %s is damaged (%s); written again", path, error)
-        from tilegen.emit.render import render  # loads Jinja and SymPy
+        from tilegen.emit.render import render  # loads Jinja
 
         return _import_rendered(render(problem, config, kernel, aligned=aligned))
 

@@ -43,7 +43,6 @@ from tilegen.masks.grouping import heads_of_tiles
 from tilegen.masks.score_source import ScoreSource, score_source
 from tilegen.masks.source import extras, guard_of, keep_source, ranges_source
 from tilegen.problem import AttentionProblem
-from tilegen.sympy_lock import one_at_a_time
 
 MAX_NAME = 60
 """Letters that a mask may add to the name of a function."""
@@ -74,7 +73,6 @@ class Slices:
     only_exists: str  # "" or ", mask=d_exists[None, :], other=0.0"
 
 
-@one_at_a_time
 def render(
     problem: AttentionProblem,
     config: TileConfig,

@@ -5,11 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import sympy
-
 from tilegen.choose.ranker import best_of, estimate
 from tilegen.errors import Unsupported
-from tilegen.masks.language.symbols import FIRST, LAST
 from tilegen.masks.mask import Full, Side, full
 from tilegen.masks.tiles.closed_form import Interval, stream_sets
 from tilegen.model.estimate import Candidate
@@ -76,9 +73,7 @@ def _form(problem: AttentionProblem, side: Side) -> dict[str, Any]:
 
 
 def _edges(interval: Interval) -> list[str]:
-    shown = {FIRST: sympy.Symbol("first"), LAST: sympy.Symbol("last")}
-    lo = sympy.S.Zero if interval.lo.is_infinite else interval.lo
-    return [str(edge.subs(shown)) for edge in (lo, interval.hi)]
+    return ["0" if interval.lo is None else str(interval.lo), str(interval.hi)]
 
 
 def _range(edges: list[str]) -> str:

@@ -26,7 +26,7 @@ def padding(is_token: torch.Tensor, rows: int) -> Mask:
     Padding may be before, after and between the tokens. Tiles of padding before and after them are
     not visited. If there is no padding between the tokens, tiles with tokens only need no mask.
     """
-    from tilegen.masks.comparison import Comparison  # loads SymPy
+    from tilegen.masks.comparison import Comparison  # loads torch
 
     is_token = is_token.bool()
     batch, columns = is_token.shape

@@ -43,7 +43,7 @@ def heavy_end(mask: Mask, spec: KernelSpec) -> End:
 
 @lru_cache(maxsize=1024)
 def _heavy_end(mask: Mask, side: Side) -> End:
-    from tilegen.masks.tiles.tile_ranges import is_solved, tile_ranges  # loads SymPy
+    from tilegen.masks.tiles.tile_ranges import is_solved, tile_ranges  # loads torch
 
     if not is_solved(mask, side):
         return ""

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tilegen import sympy_lock
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.panels import Launch
 from tilegen.kernels.registry import KERNELS
@@ -45,8 +44,7 @@ class BoundKernel:
         self._blocks = {"block_m": config.block_m, "block_n": config.block_n}
         self._keep: Any = None  # the mask's predicate, if launches need lists of tiles
         if "tiles" in names:
-            with sympy_lock.lock:
-                self._keep = mask.general.predicate(self._side)
+            self._keep = mask.general.predicate(self._side)
 
         alone = bool(slots) and len(mask.values) == 1 and not self._reads and self._keep is None
         self.reads_t0_alone = alone and not self._slots[0][2]
@@ -103,6 +101,6 @@ class BoundKernel:
 
 @cache
 def _list_cache() -> ListCache:
-    from tilegen.masks.tiles.tile_lists import ListCache  # loads SymPy
+    from tilegen.masks.tiles.tile_lists import ListCache
 
     return ListCache()

@@ -222,7 +222,7 @@ class Kernels:
 
     def _for_cpu(self, direction: Direction) -> Pass:
         from tilegen.cpu.choice import cpu_choice
-        from tilegen.emit.render import render  # loads Jinja and SymPy
+        from tilegen.emit.render import render  # loads Jinja
 
         problem = self._problems[direction]
         family, configs = cpu_choice(problem, direction)

@@ -62,7 +62,7 @@ class Blocks:
     ) -> bool:
         """Whether a mask leaves exactly the blocks that are listed, and keeps all of those listed
         as whole, in which it is not asked."""
-        from tilegen.masks.tiles.tile_ranges import flags  # loads SymPy
+        from tilegen.masks.tiles.tile_ranges import flags  # loads torch
 
         batch, heads, rows, columns = visited.shape
         shape = Shape(batch, heads, *lengths).tiled(*self.sides)

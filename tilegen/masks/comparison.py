@@ -13,26 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-import sympy
 import torch
 
-from tilegen import sympy_lock
-from tilegen.masks.language.comparisons import opposite
+from tilegen.masks.language.algebra import negative, number, opposite, subtract
+from tilegen.masks.language.captured import merge
 from tilegen.masks.language.evaluation import points
-from tilegen.masks.language.integers import is_int, prepared
-from tilegen.masks.language.ordered import Ordered
-from tilegen.masks.language.symbols import (
-    SEQLEN_KV,
-    SEQLEN_Q,
-    B,
-    H,
-    K,
-    Lookup,
-    Q,
-    is_condition,
-    slot_of,
-)
-from tilegen.masks.language.texts import merge
+from tilegen.masks.language.expr import ONE, SEQLEN_KV, SEQLEN_Q, ZERO, B, Expr, H, K, Q, slot_of
+from tilegen.masks.language.integers import combined, linear
 from tilegen.masks.mask import Mask, Side
 from tilegen.masks.tracing.trace import Traced
 from tilegen.masks.usual import equal
@@ -101,9 +88,9 @@ def compared(relation: Literal["<", "=="], column: Values) -> Comparison:
 class Sides(NamedTuple):
     """A condition as `column relation row`: `column` does not depend on q, nor `row` on k."""
 
-    column: sympy.Basic
+    column: Expr
     relation: Relation
-    row: sympy.Basic
+    row: Expr
 
 
 def comparison_of(part: Any, traced: Traced) -> Comparison | None:
@@ -132,35 +119,38 @@ def comparison_of(part: Any, traced: Traced) -> Comparison | None:
 
 def _separated(expr: Any) -> Sides | None:
     """Return a condition with what depends on k on one side, and on q on the other."""
-    free = expr.free_symbols
+    loads = expr.loads()
     batched = all(
-        one.args[1] == B and not any(index.has(B) for index in one.args[2:])
-        for one in expr.atoms(Lookup)
+        one.args[0] is B and not any(index.has(B) for index in one.args[1:])
+        for one in loads
         if one.has(B)
     )
-    outside = expr.xreplace({one: sympy.Dummy(real=True) for one in expr.atoms(Lookup)})
-    if H in free or not batched or outside.has(B):
+    if H in expr.free or not batched or _reads_batch(expr):
         return None
-    if K not in free:  # ranks of what holds are 1, of what does not 0
-        return Sides(sympy.S.Zero, "<", expr)
-    if Q not in free:
-        return Sides(opposite(expr), "<", sympy.S.One)
-    relation = _RELATIONS.get(expr.relation if isinstance(expr, Ordered) else type(expr))
-    if relation is None or (isinstance(expr, Ordered) and expr.holds_for_nan):
+    if K not in expr.free:  # ranks of what holds are 1, of what does not 0
+        return Sides(ZERO, "<", number(expr))
+    if Q not in expr.free:
+        return Sides(number(opposite(expr)), "<", ONE)
+    relation = _RELATIONS.get(expr.op)
+    if relation is None:
         return None
     left, right = expr.args
-    if is_int(prepared(left)) and is_int(prepared(right)):  # terms change sides without rounding
-        terms = sympy.Add.make_args(sympy.expand(left - right))
-        column = sympy.Add(*(term for term in terms if term.has(K)))
-        left, right = column, -sympy.Add(*(term for term in terms if not term.has(K)))
+    if left.is_int:  # terms change sides without rounding
+        terms, constant = linear(subtract(left, right))
+        column = combined({term: factor for term, factor in terms.items() if term.has(K)})
+        rest = {term: factor for term, factor in terms.items() if not term.has(K)}
+        left, right = column, negative(combined(rest, constant))
     if right.has(K):
         left, relation, right = right, _SWAPPED[relation], left
     return None if left.has(Q) or right.has(K) else Sides(left, relation, right)
 
 
-_RELATIONS: dict[Any, Relation] = {
-    sympy.Le: "<=", sympy.Lt: "<", sympy.Ge: ">=", sympy.Gt: ">", sympy.Eq: "==",
-}  # fmt: skip
+def _reads_batch(expr: Expr) -> bool:
+    """Return whether an expression depends on the batch outside of look-ups."""
+    return expr is B or (expr.op != "load" and any(map(_reads_batch, expr.args)))
+
+
+_RELATIONS: dict[str, Relation] = {"le": "<=", "lt": "<", "eq": "=="}
 _SWAPPED: dict[Relation, Relation] = {"<=": ">=", "<": ">", ">=": "<=", ">": "<", "==": "=="}
 
 
@@ -190,12 +180,7 @@ def _numbers(
     rows, in one dtype; a batch comes first where the condition depends on it."""
     device = tensors[0].device
     captured = [table(one, 0).on(device) for one in tensors]
-    reads_double = any(one.dtype == torch.float64 for one in captured)
-    is_whole = any(map(is_condition, (sides.column, sides.row)))  # whose parts have dtypes each
-    dtype = torch.float64 if reads_double and not is_whole else torch.float32
-    by_batch = [
-        one for side in (sides.column, sides.row) for one in side.atoms(Lookup) if one.has(B)
-    ]
+    by_batch = [one for side in (sides.column, sides.row) for one in side.loads() if one.has(B)]
     batch = min((len(captured[slot_of(one)]) for one in by_batch), default=1)
     shape = (batch,) if is_batched else ()
     found: list[torch.Tensor] = []
@@ -204,10 +189,7 @@ def _numbers(
         symbols = {symbol: index, B: torch.arange(batch, device=device)[:, None]}
         for name, value in zip((SEQLEN_Q, SEQLEN_KV), lengths, strict=True):
             symbols[name] = torch.full((), value, device=device)  # a copy could not be captured
-        with sympy_lock.lock:
-            number = points(captured, symbols, device, dtype)(prepared(expr))
-        number = number.long() if number.dtype == torch.bool else number
-        found.append(number.expand(*shape, length))
+        found.append(points(captured, symbols, device)(expr).expand(*shape, length))
     common = torch.promote_types(found[0].dtype, found[1].dtype)
     return found[0].to(common), found[1].to(common)
 

@@ -20,7 +20,6 @@ from tilegen.masks.values import (
     typical_of,
     values,
 )
-from tilegen.sympy_lock import one_at_a_time
 
 
 def prefix_lm(prefix: int | Values) -> Mask:
@@ -199,9 +198,8 @@ def predicate(fn: Callable[[Any, Any, Any, Any], Any]) -> Mask:
     return _traced(fn)
 
 
-@one_at_a_time
 def _traced(fn: Callable[[Any, Any, Any, Any], Any]) -> Mask:
-    from tilegen.masks.expression_mask import mask_of_trace  # loads SymPy
+    from tilegen.masks.expression_mask import mask_of_trace  # loads torch
     from tilegen.masks.language.texts import to_text
     from tilegen.masks.tracing.trace import trace_mask
 

@@ -7,15 +7,16 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-import sympy
 import torch
-from sympy.core.relational import Relational
 
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.masks.comparison import Comparison, comparison_of
-from tilegen.masks.language.ordered import Ordered
-from tilegen.masks.language.symbols import PAIR, B, K, Lookup, Q, S, is_captured, is_condition
-from tilegen.masks.language.texts import from_text, kind_of_tensor, merge, to_text
+from tilegen.masks.language.algebra import both, conjuncts, subtract
+from tilegen.masks.language.captured import kind_of_tensor, merge
+from tilegen.masks.language.expr import FALSE, PAIR, TRUE, B, Expr, K, Q, S, slot_of
+from tilegen.masks.language.integers import combined, linear
+from tilegen.masks.language.rewriting import made, renamed, replaced
+from tilegen.masks.language.texts import from_text, to_text
 from tilegen.masks.mask import Mask, Side, causal, full, intersect, sliding_window
 from tilegen.masks.packed import of_ids
 from tilegen.masks.shapes import Shape
@@ -41,17 +42,16 @@ class Expression(Mask):
 
     def keep(self, at: Pair) -> Any:
         keep = predicate_of(self.text, tuple(one.kind for one in self.captured))
-        given = dict(zip(PAIR, at, strict=True))
-        for symbol in filter(is_captured, keep.free_symbols):
-            given[symbol] = self.captured[int(symbol.name[1:])].symbol
-        return keep.xreplace({s: to for s, to in given.items() if s != to})
+        slots = {i: (one.slot, one.elements_kind) for i, one in enumerate(self.captured)}
+        moved = {symbol: to for symbol, to in zip(PAIR, at, strict=True) if symbol is not to}
+        return renamed(replaced(keep, moved) if moved else keep, slots)
 
 
 @lru_cache(maxsize=512)
-def predicate_of(text: str, kinds: tuple[str, ...]) -> Any:
+def predicate_of(text: str, kinds: tuple[str, ...]) -> Expr:
     """Return the predicate of a text. Raises InvalidProblem for texts that are none."""
     expr = from_text(text, kinds)
-    if not is_condition(expr) or S in expr.free_symbols:
+    if not expr.is_condition or S in expr.free:
         raise InvalidProblem(
             f"expected a condition on b, h, q and k in keep(...), got {text[:200]!r}"
         )
@@ -75,10 +75,10 @@ def mask_of_text(text: str, captured: tuple[torch.Tensor, ...]) -> Mask:
 def mask_of_trace(traced: Traced, *, looks_at_tables: bool = True) -> Mask:
     """Return the mask of a traced predicate. `looks_at_tables` lets the elements of tables say
     whether ids are compared by rank, which needs no lists of tiles."""
-    if traced.expr == True:  # noqa: E712 - SymPy's true
-        return full()
-    written = sympy.And.make_args(_within_documents(traced.expr))
+    written = conjuncts(_within_documents(traced.expr))
     near = [_by_distance(part) for part in written]
+    if not written:
+        return full()
     if any(isinstance(one, Dilated) for one in near) and None not in near:
         return intersect(*(one for one in near if one is not None))  # rows can be regrouped
     # Ids may be changed in place until their documents are not whole: ranks stay right then.
@@ -94,9 +94,9 @@ def _joined(parts: list[Any], traced: Traced) -> Mask:
     """Return the `&` of masks and conditions."""
     known = [part for part in parts if isinstance(part, Mask)]
     (rest,), captured = merge(
-        [(sympy.And(*(p for p in parts if not isinstance(p, Mask))), traced.captured)]
+        [(both(*(p for p in parts if not isinstance(p, Mask))), traced.captured)]
     )
-    if rest == True:  # noqa: E712 - SymPy's true
+    if rest is TRUE:
         return intersect(*known)
     percent = _percent_live(rest, captured) if captured else 100
     values = tuple(_table(tensor, percent, traced.derived) for tensor in captured)
@@ -108,11 +108,11 @@ def _compared(parts: list[Any], traced: Traced) -> Mask | None:
     that mask has no closed form."""
     found: list[Any] = []
     for part in parts:
-        if isinstance(part, Mask) or not part.has(Lookup):
+        if isinstance(part, Mask) or not part.loads():
             found.append(part)
             continue
-        is_negated = isinstance(part, Ordered) and part.holds_for_nan
-        one = comparison_of(part.negated if is_negated else part, traced)
+        is_negated = part.op == "not" and part.args[0].args[0].is_float
+        one = comparison_of(part.args[0] if is_negated else part, traced)
         if one is None:
             return None
         found.append(~one if is_negated else one)
@@ -127,64 +127,71 @@ def _within_documents(expr: Any) -> Any:
     """Return an equal predicate without terms that are the same for q and k: where
     `ids[q] == ids[k]`, the document of k is that of q, and
     `q - starts[ids[q]] >= k - starts[ids[k]]` says `q >= k`."""
-    parts = sympy.And.make_args(expr)
-    same: dict[Any, Any] = {}
-    for part in parts:
-        if isinstance(part, sympy.Eq) and all(isinstance(side, Lookup) for side in part.args):
+    same: dict[Expr, Expr] = {}
+    for part in conjuncts(expr):
+        if part.op == "eq" and all(side.op == "load" for side in part.args):
             of_q, of_k = sorted(part.args, key=lambda side: side.has(K))
-            if of_q.xreplace({Q: K}) == of_k and not of_k.has(Q):
+            if replaced(of_q, {Q: K}) is of_k and not of_k.has(Q):
                 same[of_k] = of_q
     if not same:
         return expr
-    others = [part for part in parts if part not in {sympy.Eq(*pair) for pair in same.items()}]
-    simpler = [_cancelled(part.xreplace(same)) for part in others]
-    return sympy.And(*(sympy.Eq(*pair) for pair in same.items()), *simpler)
+    pairs = {part for part in conjuncts(expr) if part.op == "eq" and set(part.args) & set(same)}
+    others = [replaced(part, same) for part in conjuncts(expr) if part not in pairs]
+    return both(*pairs, *map(_cancelled, others))
 
 
-def _cancelled(expr: Any) -> Any:
-    """Return a predicate whose comparisons have no term on both sides."""
-    changed: dict[Any, Any] = {}
-    for atom in expr.atoms(Relational):
-        left, right = atom.args
-        common = set(sympy.Add.make_args(left)) & set(sympy.Add.make_args(right))
-        if common and all(term.is_integer for term in common):
-            whole = sympy.Add(*common)
-            changed[atom] = atom.func(left - whole, right - whole)
-    return expr.xreplace(changed)
+def _cancelled(expr: Expr) -> Expr:
+    """Return a predicate whose comparisons of integers have no term on both sides."""
+    changed: dict[Expr, Expr] = {}
+    for node in expr.walk():
+        if node.op not in ("lt", "le", "eq") or not node.args[0].is_int:
+            continue
+        (left, a), (right, b) = map(linear, node.args)
+        common = {term for term, factor in left.items() if right.get(term) == factor}
+        if common:
+            sides = (
+                combined({t: f for t, f in terms.items() if t not in common}, constant)
+                for terms, constant in ((left, a), (right, b))
+            )
+            changed[node] = made(node, tuple(sides))
+    return replaced(expr, changed) if changed else expr
 
 
-def _by_distance(part: Any) -> Mask | None:
+def _by_distance(part: Expr) -> Mask | None:
     """Return a condition on the distance of q and k alone as the mask that it is."""
-    match part:
-        case sympy.Eq(args=(sympy.Mod(args=(distance, sympy.Integer(p=step))), sympy.Integer(p=0))):
-            return Dilated(step) if distance in (Q - K, K - Q, sympy.Abs(Q - K)) else None
-        case sympy.Le(args=(low, high)) | sympy.Lt(args=(low, high)):
-            room = high - low - int(isinstance(part, sympy.Lt))
-        case _:
-            return None
-    ahead, behind, around = room - (Q - K), room + (Q - K), room + sympy.Abs(Q - K)
-    if ahead == 0:
+    distances = (Q - K, K - Q, abs(Q - K))
+    if part is FALSE or not part.args or not part.args[0].is_int:
+        return None
+    low, high = part.args
+    if part.op == "eq" and low.op == "mod" and high.is_const and high.value == 0:
+        distance, step = low.args
+        return Dilated(step.value) if step.is_const and distance in distances else None
+    if part.op not in ("le", "lt"):
+        return None
+    room = high - low - int(part.op == "lt")
+    ahead, behind, around = (subtract(room, -distance) for distance in (K - Q, Q - K, abs(Q - K)))
+    if ahead.is_const and ahead.value == 0:
         return causal()
     for limit, sides in ((ahead, (False, True)), (behind, (True, False)), (around, (True, True))):
-        if limit.is_Integer and 0 <= limit <= MAX_WINDOW:
-            left, right = (int(limit) if side else None for side in sides)
+        if limit.is_const and 0 <= limit.value <= MAX_WINDOW:
+            left, right = (limit.value if side else None for side in sides)
             return sliding_window(left, right)
     return None
 
 
-def _same_document(part: Any, traced: Traced) -> Mask | None:
+def _same_document(part: Expr, traced: Traced) -> Mask | None:
     """Return the mask of `ids[q] == ids[k]`, of documents that need not be whole."""
-    match part:
-        case sympy.Eq(
-            args=(Lookup(args=(left, *at, first)), Lookup(args=(right, *same, second)))
-        ) if left == right and at == same and {first, second} == {Q, K} and at in ([], [B]):
-            ids = traced.captured[int(str(left)[1:])]
-            is_made = id(ids) in traced.derived.made
-            if ids.dtype.is_floating_point or is_made:
-                return None
-            return of_ids(ids, are_whole=False)
-        case _:
-            return None
+    if part.op != "eq" or any(side.op != "load" for side in part.args):
+        return None
+    one, other = part.args
+    (*at, first), (*same, second) = (side.args or (None,) for side in part.args)
+    if slot_of(one) != slot_of(other) or at != same or {first, second} != {Q, K}:
+        return None
+    ids = traced.captured[slot_of(one)]
+    is_made = id(ids) in traced.derived.made
+    if at not in ([], [B]) or ids.dtype.is_floating_point or is_made:
+        return None
+    return of_ids(ids, are_whole=False)
 
 
 def _table(tensor: Any, percent: int, derived: Derived) -> Values:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tilegen.kernels.config import HEADS
-from tilegen.masks.language.symbols import H
+from tilegen.masks.language.expr import H
 from tilegen.masks.mask import Mask
 from tilegen.masks.remembered import by_mask
 from tilegen.masks.score import ScoreForm

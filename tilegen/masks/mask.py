@@ -1,7 +1,7 @@
 """Masks as predicates of a pair: which query row may see which key column.
 
-A mask is a small frozen value. Its one definition, `keep`, is a condition of SymPy: kernels are
-compiled from it, and `kept` evaluates it. Else nothing loads SymPy: cached calls only hash masks.
+A mask is a small frozen value. Its one definition, `keep`, is an expression: kernels are compiled
+from it, and `kept` evaluates it. Cached calls only hash masks, and load no expressions.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Mask(ABC):
 
     @abstractmethod
     def keep(self, at: Pair) -> Any:
-        """Return the condition, a SymPy Boolean or a bool, under which a pair is kept."""
+        """Return the condition, an expression or a bool, under which a pair is kept."""
 
     def enclosing(self, at: Pair) -> tuple[Any, Any]:
         """Return conditions that are easier to solve: one that holds wherever a pair is kept, and
@@ -56,13 +56,13 @@ class Mask(ABC):
 
     def kept(self, q: Any, k: Any, seqlen_q: int, seqlen_kv: int, b: Any = 0, h: Any = 0) -> Any:
         """Compute which pairs of index tensors are kept: a bool tensor that broadcasts to them."""
-        from tilegen.masks.pairs import kept  # loads SymPy
+        from tilegen.masks.pairs import kept  # loads torch
 
         return kept(self.predicate(), self.values, Pair(b, h, q, k, seqlen_q, seqlen_kv))
 
     def predicate(self, side: Side = "rows") -> Any:
         """Return the condition of AT, with look-ups in t0, t1, ... in the order of `values`."""
-        from tilegen.masks.pairs import AT, named  # loads SymPy
+        from tilegen.masks.pairs import AT, named  # loads torch
 
         return named(self.values, self.for_side(side).keep(AT))
 
@@ -395,6 +395,6 @@ def _joined(sign: str, join: Callable[..., Mask], one: Mask, other: Any) -> Any:
 
 
 def _inverted(keep: Any) -> Any:
-    from tilegen.masks.language.comparisons import opposite  # loads SymPy
+    from tilegen.masks.language.algebra import opposite
 
     return opposite(keep)

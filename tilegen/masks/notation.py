@@ -164,7 +164,7 @@ def _tree(table: Any, lengths: Any = None) -> Tree:
 
 
 def _keep(text: str, *tables: Any) -> Mask:
-    from tilegen.masks.expression_mask import Expression, canonical  # loads SymPy
+    from tilegen.masks.expression_mask import Expression, canonical  # loads torch
 
     captured: list[Values] = []
     for table in tables:
@@ -177,7 +177,7 @@ def _keep(text: str, *tables: Any) -> Mask:
 
 
 def _comparison(relation: Literal["<", "=="], column: Any) -> Mask:
-    from tilegen.masks.comparison import compared  # loads SymPy
+    from tilegen.masks.comparison import compared  # loads torch
 
     return compared(relation, _stand_in(column, "table", axes=("k", "bk")))
 

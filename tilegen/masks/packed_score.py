@@ -5,17 +5,18 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
 import torch
 
-from tilegen.masks.language.symbols import SEQLEN_KV, SEQLEN_Q, B, K, Lookup, Q, captured_name
-from tilegen.masks.language.texts import free_parts, from_text, to_text
-from tilegen.masks.packed import places
+from tilegen.masks import packed
+from tilegen.masks.language.algebra import load
+from tilegen.masks.language.captured import free_parts
+from tilegen.masks.language.expr import SEQLEN_KV, SEQLEN_Q, B, Expr, K, Q
+from tilegen.masks.language.rewriting import replaced
+from tilegen.masks.language.texts import from_text, to_text
 from tilegen.masks.score import Score
 from tilegen.masks.tensors import DOCUMENT_AXES, check_axes
 from tilegen.masks.values import Lengths, is_checked
-from tilegen.sympy_lock import one_at_a_time
 
 
 def within_documents(
@@ -27,7 +28,7 @@ def within_documents(
     if not wanted:
         return score
     _check_sizes(score, cu_seqlens_q, cu_seqlens_kv)
-    document, _, *others = places(cu_seqlens_q.detach(), cu_seqlens_kv.detach(), lengths)
+    document, _, *others = packed.places(cu_seqlens_q.detach(), cu_seqlens_kv.detach(), lengths)
     names = ("b", "q", "k", "seqlen_q", "seqlen_kv")
     tables: dict[str, torch.Tensor] = dict(zip(names, (document, *others), strict=True))
     captured = (*score.captured, *(tables[name] for name in wanted))
@@ -44,19 +45,18 @@ def _check_sizes(score: Score, cu_q: torch.Tensor, cu_kv: torch.Tensor) -> None:
     check_axes(score, needed, DOCUMENT_AXES)
 
 
-@one_at_a_time
 @lru_cache(maxsize=256)
 def _rewritten(text: str, kinds: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
     """Return the text of a score within documents, and the names of the tables that it reads after
     its own tensors."""
-    expr: Any = from_text(text, kinds)
+    expr = from_text(text, kinds)
     if not free_parts(expr) & {"b", "q", "k"} and not expr.has(SEQLEN_Q, SEQLEN_KV):
         return text, ()
-    replaced: dict[Any, Any] = {}
+    places: dict[Expr, Expr] = {}
     wanted: list[str] = []
     for symbol, index in ((B, Q), (Q, Q), (K, K), (SEQLEN_Q, Q), (SEQLEN_KV, Q)):
         if expr.has(symbol):
-            found = Lookup(captured_name(len(kinds) + len(wanted), "int"), index)
-            wanted.append(str(symbol))
-            replaced[symbol] = symbol - found if symbol in (Q, K) else found
-    return to_text(expr.xreplace(replaced)), tuple(wanted)
+            place = load(len(kinds) + len(wanted), "int", index)
+            wanted.append(symbol.value)
+            places[symbol] = symbol - place if symbol in (Q, K) else place
+    return to_text(replaced(expr, places)), tuple(wanted)

@@ -1,34 +1,29 @@
-"""Predicates of masks in SymPy, and their values for tensors of indices."""
+"""Predicates of masks, and their values for tensors of indices."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-import sympy
 import torch
-from sympy.logic.boolalg import Boolean
 
+from tilegen.masks.language.algebra import as_expr
 from tilegen.masks.language.evaluation import evaluate
-from tilegen.masks.language.symbols import PAIR, captured_name
+from tilegen.masks.language.expr import PAIR, Expr
+from tilegen.masks.language.rewriting import renamed
 from tilegen.masks.values import Made, Pair, Values
-from tilegen.sympy_lock import one_at_a_time
 
 AT = Pair(*PAIR)
 """The pair of which compiled predicates are."""
 
 
-def named(values: Sequence[Values], condition: Any) -> Boolean:
+def named(values: Sequence[Values], condition: Any) -> Expr:
     """Return a condition in which look-ups name their values by their places: t0, t1, ..."""
-    names = {
-        value.symbol: captured_name(slot, "bool" if value.rising else value.kind)
-        for slot, value in enumerate(values)
-    }
-    return sympy.sympify(condition).xreplace(names)
+    slots = {value.slot: (place, value.elements_kind) for place, value in enumerate(values)}
+    return renamed(as_expr(condition), slots)
 
 
-@one_at_a_time
-def kept(keep: Boolean, values: Sequence[Values], at: Pair) -> torch.Tensor:
+def kept(keep: Expr, values: Sequence[Values], at: Pair) -> torch.Tensor:
     """Compute where a predicate over named values holds, for tensors of indices `at` and the
     lengths of a call."""
     made: Made = {}

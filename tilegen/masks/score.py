@@ -1,8 +1,7 @@
 """Score changes: what is done to the logits between the product q k^T and the softmax.
 
 A score is a small frozen value: the canonical text of an expression in s (the logit after scaling),
-b, h, q and k, and the tensors it reads. Nothing here imports SymPy before a score is traced,
-composed or compiled: a cached call only hashes scores.
+b, h, q and k, and the tensors it reads. A cached call only hashes scores.
 """
 
 from __future__ import annotations
@@ -16,12 +15,11 @@ from typing import TYPE_CHECKING, Any
 from tilegen.errors import InvalidProblem
 from tilegen.masks.language.elements import ELEMENTS, kind_of
 from tilegen.masks.made import Chain, is_traced, made_once, noted
-from tilegen.sympy_lock import one_at_a_time
 
 if TYPE_CHECKING:
-    import sympy
     import torch
 
+    from tilegen.masks.language.expr import Expr
     from tilegen.masks.tracing.derived import Derived
 
 
@@ -43,7 +41,7 @@ class ScoreForm:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kind of each captured tensor's elements: bool, int or float."""
+        """The kind of each captured tensor's elements, as look-ups know it."""
         return tuple(map(kind_of, self.elements))
 
     @property
@@ -61,12 +59,12 @@ class ScoreForm:
         """Whether scores change at all; sinks alone change none."""
         return self.text != "s"
 
-    def expression(self) -> sympy.Expr:
-        """Return the text as a SymPy expression."""
+    def expression(self) -> Expr:
+        """Return the text as an expression, a number in single precision."""
+        from tilegen.masks.language.scores import in_single
         from tilegen.masks.language.texts import from_text
 
-        expr: Any = from_text(self.text, self.kinds)
-        return expr
+        return in_single(from_text(self.text, self.kinds))
 
 
 def check_function(score: Any) -> None:
@@ -90,7 +88,7 @@ def parse_score(notation: str) -> ScoreForm:
         raise InvalidProblem(
             f"expected elements such as {', '.join(ELEMENTS)} in a score, got {notation[:200]!r}"
         )
-    if not all(form.kinds[slot] == "float" for slot in form.trained):
+    if not all(form.kinds[slot].startswith("float") for slot in form.trained):
         raise InvalidProblem(
             f"expected gradients of floating-point tensors only, got {notation[:200]!r}"
         )
@@ -143,8 +141,8 @@ class Score:
         )
         return ScoreForm(self.text, tuple(names), self.sink_logits is not None)
 
-    def expression(self) -> sympy.Expr:
-        """Return the text as a SymPy expression."""
+    def expression(self) -> Expr:
+        """Return the text as an expression."""
         return self.form.expression()
 
     def anew(self) -> Score:
@@ -164,10 +162,12 @@ class Score:
             return Chain((self, other))  # type: ignore[return-value]
         return noted(self._then(other), ("chain", Chain((self, other))))
 
-    @one_at_a_time
     def _then(self, other: Score) -> Score:
-        from tilegen.masks.language.symbols import S
-        from tilegen.masks.language.texts import merge, to_text, without
+        from tilegen.masks.language.algebra import real
+        from tilegen.masks.language.captured import merge, without
+        from tilegen.masks.language.expr import S
+        from tilegen.masks.language.rewriting import replaced
+        from tilegen.masks.language.texts import to_text
 
         if self.sink_logits is not None and other.sink_logits is not None:
             raise InvalidProblem("expected at most one score with sinks, got two")
@@ -176,7 +176,7 @@ class Score:
             (other.expression(), other.captured),
         ]
         (first, second), captured = merge(parts)
-        composed: Any = second.xreplace({S: first})
+        composed = replaced(second, {S: real(first)})
         sinks = self.sink_logits if other.sink_logits is None else other.sink_logits
         (composed,), captured = merge([(composed, captured)])
         slots = {id(one): slot for slot, one in enumerate(captured)}
@@ -275,7 +275,6 @@ def score(function: Callable[..., Any]) -> Score:
     return noted(traced(function), ("function", function))
 
 
-@one_at_a_time
 def traced(function: Callable[..., Any]) -> Score:
     """Return the score that a function computes, without keeping the function."""
     from tilegen.masks.language.texts import to_text

@@ -12,15 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import sympy
-
 from tilegen.errors import Unsupported
 from tilegen.kernels.arguments import LISTS, Line
 from tilegen.masks.apart import apart
-from tilegen.masks.language.integers import is_int
+from tilegen.masks.language.algebra import conjuncts, less, minimum
+from tilegen.masks.language.expr import FIRST, LAST, SEQLEN_KV, TRUE, B, Expr, H, K
+from tilegen.masks.language.integers import linear
 from tilegen.masks.language.loads import Loads, reading
-from tilegen.masks.language.nodes import normalise
-from tilegen.masks.language.symbols import FIRST, LAST, SEQLEN_KV, B, H, K, Lookup
 from tilegen.masks.language.triton_source import NAMES, Writer
 from tilegen.masks.mask import Mask, Side
 from tilegen.masks.tiles.closed_form import Interval, StreamSets, edges, stream_sets
@@ -105,14 +103,12 @@ def keep_source(mask: Mask, side: Side, *, softmax: bool = False) -> Keep:
     """Return the conditions on `q_idx` and `k_idx` of a pair; where rows stay, the end of the keys
     is one. `softmax` says that a row's maximum is taken of what they leave."""
     keep = mask.predicate(side)
-    conditions: Sequence[sympy.Basic] = sympy.And.make_args(normalise(keep))
+    conditions: Sequence[Expr] = conjuncts(keep)
     if side == "rows":
         conditions = _ended(conditions, apart=softmax)
     writer = Writer(NAMES, _loads(mask), stem="m")
-    # In an order that SymPy's hashes do not change.
-    named = {str(i): one for i, one in enumerate(sorted(conditions, key=str)) if one != sympy.true}
-    atoms = writer.sources(named)
-    per_head = bool(keep.free_symbols & {B, H})
+    atoms = writer.sources({str(i): one for i, one in enumerate(sorted(conditions, key=str))})
+    per_head = bool(keep.free & {B, H})
     return Keep(tuple(writer.statements), tuple(sorted(atoms.values())), per_head)
 
 
@@ -125,7 +121,7 @@ def guard_of(mask: Mask, ranges: Ranges, side: Side) -> Literal["", "end", "pair
     return "end" if ranges.form == "single" or side == "columns" else "pairs"
 
 
-def _ended(conditions: Sequence[sympy.Basic], *, apart: bool) -> list[sympy.Basic]:
+def _ended(conditions: Sequence[Expr], *, apart: bool) -> list[Expr]:
     """Return conditions to which the end of the keys is added, as one comparison with all that
     bound the column from above by a number of the row.
 
@@ -133,22 +129,29 @@ def _ended(conditions: Sequence[sympy.Basic], *, apart: bool) -> list[sympy.Basi
     by one predicate after the other, for which it otherwise makes room among registers (Triton
     3.7.1, sm_90 and sm_100; templates/README.md).
     """
-    ends: list[sympy.Expr] = [SEQLEN_KV]
-    rest: list[sympy.Basic] = []
+    ends: list[Expr] = [SEQLEN_KV]
+    rest: list[Expr] = []
     for one in conditions:
-        room = sympy.S.Zero
-        if isinstance(one, sympy.Le | sympy.Lt):
-            room = one.rhs - one.lhs + int(isinstance(one, sympy.Le))  # at least 1, of integers
-        end = room + K
+        end = _end_of(one)
         # What is looked up may be the largest integer.
-        grows = isinstance(one, sympy.Le) and end.has(Lookup)
-        if room.coeff(K) == -1 and not end.has(K) and is_int(end) and not grows:
-            ends.append(end)
-        else:
+        if end is None or (one.op == "le" and end.loads()):
             rest.append(one)
-    if apart and all(one == sympy.true for one in rest):
-        return [*conditions, sympy.Lt(K, SEQLEN_KV)]
-    return [*rest, sympy.Lt(K, sympy.Min(*ends))]
+        else:
+            ends.append(end)
+    if apart and not rest:
+        return [*conditions, less(K, SEQLEN_KV)]
+    return [*rest, less(K, minimum(*ends))]
+
+
+def _end_of(condition: Expr) -> Expr | None:
+    """Return the first column after those that a condition keeps, a number of the row; None if
+    there is none."""
+    if condition.op not in ("le", "lt") or not condition.args[0].is_int:
+        return None
+    low, high = condition.args
+    room = high - low + int(condition.op == "le")  # at least 1
+    end = room + K
+    return end if linear(room)[0].get(K) == -1 and not end.has(K) else None
 
 
 def _loads(mask: Mask) -> Loads:
@@ -211,12 +214,13 @@ def extras(mask: Mask, side: Side) -> tuple[Line, ...]:
 
 
 def _single(live: Interval, full: Interval, writer: Writer) -> Ranges:
-    emitted = [live.lo, live.hi, full.lo, full.hi, *live.guards]
+    bounds = [live.lo, live.hi, full.lo, full.hi, *live.guards]
+    emitted = [bound for bound in bounds if bound is not None]
     uses_last = any(expression.has(LAST) for expression in emitted)
     per_head = any(expression.has(H) for expression in emitted)
-    live_lo, live_hi = writer.inline(live.lo), writer.inline(live.hi)
+    live_lo, live_hi = (writer.inline(end) for end in live.ends)
     conditions = [f"{writer.inline(guard)} >= 0" for guard in live.guards]
-    if sympy.Lt(live.lo, live.hi) != True:  # noqa: E712 - SymPy's true
+    if less(*live.ends) is not TRUE:
         first, end = _name_of("live_lo", live_lo), _name_of("live_hi", live_hi)
         conditions.insert(0, f"{first} < {end}")
     if len(conditions) > 1:
@@ -229,8 +233,8 @@ def _single(live: Interval, full: Interval, writer: Writer) -> Ranges:
         live_lo=live_lo,
         live_hi=live_hi,
         nonempty=" & ".join(conditions) or None,
-        full_lo=None if full.lo.is_infinite else writer.inline(full.lo),
-        full_hi=writer.inline(full.hi),
+        full_lo=None if full.lo is None else writer.inline(full.lo),
+        full_hi="" if full.hi is None else writer.inline(full.hi),
         statements=tuple(writer.statements),
     )
 
@@ -303,7 +307,7 @@ def _lists(mask: Mask, side: Side, in_part: bool) -> Ranges:
     stays, step, tile = (
         ("q_first // BLOCK_M", "i", "tile_n") if side == "rows" else ("tile_n", "step", "tile_m")
     )
-    depends = mask.predicate(side).free_symbols
+    depends = mask.predicate(side).free
     which = "".join(
         f"{index} * tiles_{stride} + "
         for symbol, index, stride in ((B, "batch", "sb"), (H, "head", "sh"))

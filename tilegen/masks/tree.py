@@ -40,11 +40,11 @@ class Tree(Mask):
             )
 
     def keep(self, at: Pair) -> Any:
-        from sympy import Max
+        from tilegen.masks.language.algebra import maximum
 
         end = at.seqlen_kv if self.lengths is None else self.lengths.at(at)
         base = end - at.seqlen_q
-        kept = (at.k < base) | self.table.at(at, at.q, Max(at.k - base, 0))
+        kept = (at.k < base) | self.table.at(at, at.q, maximum(at.k - base, 0))
         return kept if self.lengths is None else kept & (at.k < end)
 
     def enclosing(self, at: Pair) -> tuple[Any, Any]:

@@ -8,16 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import sympy
 import torch
 
 from tilegen.errors import InvalidProblem
+from tilegen.masks.language.expr import PAIR, Expr, captured_slots, slot_of
 from tilegen.masks.language.integer_bounds import ANYTHING, MAX_LENGTH, Bounds, Sizes
-from tilegen.masks.language.integers import prepared
-from tilegen.masks.language.nodes import Log1p
-from tilegen.masks.language.symbols import PAIR, Lookup, captured_name, captured_slots, slot_of
 from tilegen.masks.score import Score
-from tilegen.sympy_lock import one_at_a_time
 
 if TYPE_CHECKING:
     from tilegen.masks.score import ScoreForm
@@ -64,26 +60,23 @@ def typical_score(
     return Score(form.text, captured, sinks.requires_grad_() if form.sinks else None)
 
 
-@one_at_a_time
 def _extents(form: ScoreForm, shape: Shape) -> tuple[dict[int, tuple[int, ...]], dict[int, Bounds]]:
     """Return by slot the size of each tensor and the bounds of its integers; floats are positive
     where the lower bound is above 0."""
-    expr: Any = prepared(form.expression())
+    expr = form.expression()
     positive = _positive(expr)
     ranges: dict[int, Bounds] = {
         slot: (0, 1) if kind == "bool" else (int(slot in positive), INTEGERS - 1)
         for slot, kind in enumerate(form.kinds)
     }
-    known: dict[Any, Bounds] = {
-        captured_name(slot, kind): ranges[slot] for slot, kind in enumerate(form.kinds)
-    }
+    known: dict[Expr | int, Bounds] = {**ranges}
     last = [(0, size - 1) for size in shape.by_axis.values()]
     lengths = [(length, length) for length in (shape.seqlen_q, shape.seqlen_kv)]
     known |= dict(zip(PAIR, (*last, *lengths), strict=True))
     bounds = Sizes(known, set()).bounds
     sizes: dict[int, tuple[int, ...]] = {}
-    for found in expr.atoms(Lookup):
-        slot, indices = slot_of(found), found.args[1:]
+    for found in expr.loads():
+        slot, indices = slot_of(found), found.args
         needed = tuple(_size(bounds(index), shape) for index in indices)
         if len(before := sizes.get(slot, needed)) != len(needed):
             raise InvalidProblem(
@@ -104,16 +97,16 @@ def _size(index: Bounds, shape: Shape) -> int:
     return min(max(last + 1, -first, 1), MAX_LENGTH)
 
 
-def _positive(expr: Any) -> set[int]:
+def _positive(expr: Expr) -> set[int]:
     """Return the slots of tensors that something is divided by, or whose logarithm or root is
     taken."""
     slots: set[int] = set()
-    for part in sympy.preorder_traversal(expr):
-        match part:
-            case sympy.Pow(base=base, exp=exponent) if not (exponent.is_Integer and exponent > 0):
-                slots.update(captured_slots(base))
-            case sympy.log() | Log1p():
-                slots.update(captured_slots(part))
+    for part in expr.walk():
+        match part.op:
+            case "div":
+                slots.update(captured_slots(part.args[1]))
+            case "log" | "log1p" | "sqrt" | "pow":
+                slots.update(captured_slots(part.args[0]))
             case _:
                 pass
     return slots

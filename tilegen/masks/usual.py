@@ -224,7 +224,7 @@ class Unlisted(Mask):
 
 
 def is_surely_solved(mask: Mask) -> bool:
-    """Whether a mask is known, without SymPy, to have a closed form."""
+    """Return whether a mask surely has a closed form, without solving it."""
     if isinstance(mask, Unlisted | Tree | KvPrefix):
         return True
     parts = mask.parts if isinstance(mask, And) else (mask,)
@@ -233,6 +233,6 @@ def is_surely_solved(mask: Mask) -> bool:
 
 def equal(left: Any, right: Any) -> Any:
     """Return the condition that two numbers are equal."""
-    from sympy import Eq
+    from tilegen.masks.language import algebra
 
-    return Eq(left, right)
+    return algebra.equal(left, right)

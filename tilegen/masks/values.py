@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
 
 from tilegen.errors import InvalidProblem, Unsupported
@@ -36,8 +35,7 @@ Made = dict[Any, tuple[Any, ...]]
 
 
 class Pair(NamedTuple):
-    """A row and a column that a predicate is asked for: SymPy expressions, or what stands for
-    them."""
+    """A row and a column that a predicate is of: expressions, or tensors."""
 
     b: Any
     h: Any
@@ -159,15 +157,15 @@ class Values:
         """`@h:128`: one value per head, typically 128."""
         return f"@{self.axes or ''}:{int(self.typical)}"
 
-    @cached_property
-    def symbol(self) -> Any:
-        """The SymPy symbol that names the table in a look-up."""
-        import sympy
+    @property
+    def slot(self) -> int:
+        """The number that names the table in look-ups of `Mask.keep`: that of no other values."""
+        return -id(self)
 
-        from tilegen.masks.language.symbols import captured_name
-
-        name = captured_name(0, "bool" if self.rising else self.kind)
-        return sympy.Dummy("values", **name.assumptions0)
+    @property
+    def elements_kind(self) -> str:
+        """The kind of the elements in look-ups."""
+        return "natural" if self.rising else self.kind
 
     def beside(self, part: int, pattern: Pattern, axes: str) -> Values:
         """Return another table of the same recipe, or a stand-in for one."""
@@ -196,13 +194,11 @@ class Values:
     def at(self, pair: Pair, *indices: Any) -> Any:
         """Return the element for a pair: a number, or of bools the condition that it holds.
         `indices` follow those that `axes` names; 0 is read beyond the end."""
-        import sympy
-
-        from tilegen.masks.language.symbols import Lookup
+        from tilegen.masks.language.algebra import cast, load
 
         of_axes = (getattr(pair, axis) for axis in self.axes or "")
-        element = Lookup(self.symbol, *of_axes, *indices)
-        return sympy.Ne(element, 0) if self.kind == "bool" else element
+        element = load(self.slot, self.elements_kind, *of_axes, *indices)
+        return cast(element, "bool") if self.kind == "bool" else element
 
     def sample(self, shape: dict[str, int]) -> np.ndarray[Any, Any]:
         """Return the elements on the host, or typical ones for a `shape` in b, h, q and k."""
@@ -319,7 +315,7 @@ def typical_of(tensor: torch.Tensor) -> int:
 def table(tensor: Any, percent: int) -> Values:
     """Return a tensor that an expression looks up in a mask which keeps so many percent."""
     name = str(tensor.dtype).removeprefix("torch.")
-    kind = cast("Kind", name if name in ("int64", "float64") else kind_of(name))
+    kind = cast("Kind", kind_of(name))
     return Values(axes=None, typical=percent, tensor=tensor, kind=kind, pattern="table")
 
 

@@ -123,7 +123,7 @@ def _mask(spec: Any, tensors: Tensors) -> Mask:
             given = iter([tensors[i] for i in places])
             return with_values(parse_mask(notation), lambda value: _with(value, next(given)))
         case "keep", text, places:
-            from tilegen.masks.expression_mask import mask_of_text  # loads SymPy
+            from tilegen.masks.expression_mask import mask_of_text  # loads torch
 
             return mask_of_text(text, tuple(tensors[i] for i in places))
         case "ids", place, are_whole:
@@ -182,7 +182,7 @@ _blocks: LRUCache[int, tuple[Any, Any, Mask | None]] = LRUCache(MAX_BLOCK_MASKS)
 
 def _filled_score(spec: Any, tensors: Tensors, lengths: tuple[int, int]) -> Score:
     if spec[0] == "within":
-        from tilegen.masks.packed_score import within_documents  # loads SymPy
+        from tilegen.masks.packed_score import within_documents  # loads torch
 
         _, inner, (cu_q, cu_kv) = spec
         score = _filled_score(inner, tensors, lengths)

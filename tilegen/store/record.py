@@ -17,7 +17,7 @@ from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import KERNELS, check_config
 from tilegen.problem import AttentionProblem
 from tilegen.store.fields import MAX_TEXT, Fields, parse_json
-from tilegen.store.versions import Versions, installed, release_order
+from tilegen.store.versions import Versions, release_order
 from tilegen.tuning.measure import MAX_REPEATS, POLICY, Measurement, Status
 from tilegen.version import __version__
 
@@ -38,7 +38,7 @@ KEY = ("gpu", "arch", "kernel", "problem", "policy")
 
 class OtherSchema(InvalidRecord):
     """A file that only another tilegen can read: it has another schema, an unknown knob, values of
-    a newer version, or the notation of another SymPy. It is never set aside or replaced."""
+    a newer version, or another canonical notation. It is never set aside or replaced."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class TuningRecord:
     estimate: EstimateSummary | None = None
     """The model's prediction for the config, if there is one."""
     versions: Versions
-    """Versions of the tools that compiled and measured, and of SymPy, which spelled the problem."""
+    """Versions of the tools that compiled and measured."""
     template_digest: str = ""
     """Digest of the kernel's template. If the template changes, the record is stale."""
     trials: int = 0
@@ -318,7 +318,7 @@ def problem_of(fields: Fields) -> AttentionProblem:
     except TilegenError as error:
         raise InvalidRecord(f"problem: {error}") from None
     if problem.key != text:
-        raise InvalidRecord(f"problem must be {problem.key!r}, its canonical form; got {text!r}")
+        raise OtherSchema(f"problem must be {problem.key!r}, its canonical form; got {text!r}")
     return problem
 
 
@@ -334,27 +334,24 @@ def _estimate(fields: Fields) -> EstimateSummary:
 def versions_of(fields: Fields) -> Versions:
     """Parse a JSON object of versions. Raises InvalidRecord."""
     values: dict[str, Any] = {
-        field.name: fields.text(field.name, longest=80)
-        for field in dataclasses.fields(Versions)
-        if field.name != "sympy" or "sympy" in fields.values  # older records lack SymPy's version
+        field.name: fields.text(field.name, longest=80) for field in dataclasses.fields(Versions)
     }
     return Versions(**values)
 
 
 def _other_writer(fields: Fields) -> str:
-    """Name the newer tilegen or the other SymPy that wrote an unreadable record; empty if this
-    installation might have written it."""
+    """Name the newer tilegen that wrote an unreadable record; empty if this installation might have
+    written it."""
     findings: list[Any] = [fields.values]
     if isinstance(rivals := fields.values.get("rivals"), list):
         findings += rivals[: MAX_RIVALS + 1]
     for finding in findings:
         versions: Any = finding.get("versions") if isinstance(finding, dict) else None
-        for name, here in (("tilegen", __version__), ("sympy", installed("sympy"))):
-            stored = versions.get(name) if isinstance(versions, dict) else None
-            if not isinstance(stored, str) or not re.fullmatch(r"\d{1,6}(\.\w{1,12}){0,6}", stored):
-                continue
-            if release_order(stored) > release_order(here) or (name == "sympy" and stored != here):
-                return f"{name} {stored}, here is {here}"
+        stored = versions.get("tilegen") if isinstance(versions, dict) else None
+        if not isinstance(stored, str) or not re.fullmatch(r"\d{1,6}(\.\w{1,12}){0,6}", stored):
+            continue
+        if release_order(stored) > release_order(__version__):
+            return f"tilegen {stored}, here is {__version__}"
     return ""
 
 

@@ -26,8 +26,6 @@ class Versions:
     cuda: str = ""
     """Version of CUDA that PyTorch was built for; of HIP on AMD."""
     driver: str = ""
-    sympy: str = ""
-    """Version of SymPy, which spells masks and scores canonically. No timing depends on it."""
 
 
 @cache
@@ -41,7 +39,6 @@ def current_versions() -> Versions:
         triton=installed("triton") or installed("pytorch-triton-rocm"),
         cuda=str(torch.version.cuda or torch.version.hip or ""),
         driver=_driver(),
-        sympy=installed("sympy"),
     )
 
 

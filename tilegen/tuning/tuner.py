@@ -220,7 +220,7 @@ class _Run:
             config=winner,
             measurement=trial.measurement,
             estimate=None if estimate is None else EstimateSummary.of(estimate),
-            versions=replace(trial.versions, sympy=self.versions.sympy),
+            versions=trial.versions,
             template_digest=self.template_digest,
             trials=len(self.trials),
             seconds_spent=round(sum(trial.seconds for trial in self.trials.values()), 3),

@@ -25,7 +25,7 @@ BOUNDS = {
 
 
 def kind_of(element: str) -> str:
-    """Return bool, int or float, by PyTorch's name for elements."""
-    if element == "bool":
-        return "bool"
+    """Return bool, int, int64, float or float64, by PyTorch's name for elements."""
+    if element in ("bool", "int64", "float64"):
+        return element
     return "float" if element.startswith(("float", "bfloat")) else "int"

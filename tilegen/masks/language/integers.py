@@ -1,172 +1,268 @@
-"""Keeps integer arithmetic exact where an expression mixes integers and floats.
-
-SymPy treats `s + q - k` as one sum and `0.1*(q - k)` as two products; in fp32 both would round at
-the size of q. `exact` puts the integers back together, and makes integer division of `floor`.
-"""
+"""Integers in expressions, modulo 2**64: sums and products are flattened, and equal terms joined.
+All arguments are integers already."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
-from typing import Any
+from collections.abc import Iterable, Sequence
+from math import gcd
 
-import sympy
-from sympy.core.relational import Relational
+from tilegen.masks.language.elements import BOUNDS
+from tilegen.masks.language.expr import FALSE, ONE, TRUE, ZERO, Expr, const, order
+from tilegen.masks.language.limits import MAX_LENGTH, bounded, limits
 
-from tilegen.masks.language.nodes import Bits, Where, normalise
-from tilegen.masks.language.symbols import Lookup
-from tilegen.masks.language.widths import Wrapped
-
-MAX_RATIO = 2**20
-
-
-class FloorDiv(sympy.Function):
-    """`FloorDiv(n, d)`: n / d of two integers, rounded down."""
-
-    nargs = 2
-    is_integer = True
-
-    def _eval_is_nonnegative(self) -> bool | None:
-        numerator, denominator = self.args
-        return True if numerator.is_nonnegative and denominator.is_positive else None
+MAX_SHIFT = 63
+"""Largest shift of integers of 64 bits that is not the same as a larger one."""
+BITS = {"bitand": "&", "bitor": "|", "bitxor": "^", "shl": "<<", "shr": ">>"}
+"""Operations on the bits of two integers, with their operators in Python and Triton."""
 
 
-class Exact(sympy.Function):
-    """`Exact(e)`: the integer e, computed as one, then used as a float."""
+def linear(expr: Expr) -> tuple[dict[Expr, int], int]:
+    """Split an integer into its terms, each with a factor, and a constant."""
+    factors: dict[Expr, int] = {}
+    constant = 0
+    for part in expr.args if expr.op == "add" else (expr,):
+        factor, term = as_coefficient(part)
+        if term is ONE:
+            constant += factor
+        else:
+            factors[term] = factors.get(term, 0) + factor
+    return factors, constant
 
-    nargs = 1
-    is_real = True
 
-    def _eval_is_nonnegative(self) -> bool | None:
-        return self.args[0].is_nonnegative
+def as_coefficient(term: Expr) -> tuple[int, Expr]:
+    """Split an integer that is no sum into a number and the rest, 1 if there is none."""
+    if term.is_const:
+        return term.value, ONE
+    if term.op == "mul" and term.args[0].is_const:
+        rest = term.args[1:]
+        return term.args[0].value, rest[0] if len(rest) == 1 else Expr("mul", "int64", rest)
+    return 1, term
 
 
-def is_int(expr: sympy.Basic) -> bool:
-    """Whether an expression is computed in integers all the way (`floor(s)` is not)."""
-    match expr:
-        case sympy.Symbol() | Lookup() | sympy.Number():
-            return bool(expr.is_integer)
-        case FloorDiv() | sympy.Mod() | Bits() | Wrapped():
-            return True
-        case sympy.Add() | sympy.Mul() | sympy.Max() | sympy.Min() | sympy.Abs() | sympy.sign():
-            return all(map(is_int, expr.args))
-        case sympy.Pow():
-            return is_int(expr.base) and expr.exp.is_Integer and expr.exp > 0
-        case Where():
-            return all(map(is_int, expr.args[1:]))
+def combined(factors: dict[Expr, int], constant: int = 0) -> Expr:
+    """Return the integer that `linear` splits so."""
+    terms = [_scaled(factor, term) for term, factor in factors.items() if factor]
+    terms.sort(key=lambda term: order(as_coefficient(term)[1]))
+    if constant or not terms:
+        terms.append(const(constant))
+    return terms[0] if len(terms) == 1 else Expr("add", "int64", tuple(terms))
+
+
+def _scaled(factor: int, term: Expr) -> Expr:
+    if factor == 1:
+        return term
+    parts = term.args if term.op == "mul" else (term,)
+    return Expr("mul", "int64", (const(factor), *parts))
+
+
+def total(terms: Iterable[Expr]) -> Expr:
+    """Return a sum."""
+    factors: dict[Expr, int] = {}
+    constant = 0
+    for term in terms:
+        parts, own = linear(term)
+        constant += own
+        for part, factor in parts.items():
+            factors[part] = factors.get(part, 0) + factor
+    return combined(factors, constant)
+
+
+def negative(expr: Expr) -> Expr:
+    """Return an integer with the other sign."""
+    return product((const(-1), expr))
+
+
+def difference(left: Expr, right: Expr) -> Expr:
+    """Return left - right."""
+    return total((left, negative(right)))
+
+
+def product(values: Iterable[Expr]) -> Expr:
+    """Return a product, in which powers stand for equal factors."""
+    constant = 1
+    powers: dict[Expr, int] = {}
+    for value in values:
+        factor, rest = as_coefficient(value)
+        constant *= factor
+        for part in rest.args if rest.op == "mul" else (rest,):
+            base, exponent = (part.args[0], part.value) if part.op == "power" else (part, 1)
+            if base is not ONE:
+                powers[base] = powers.get(base, 0) + exponent
+    if not powers or not constant:
+        return const(constant)
+    parts = [base if n == 1 else Expr("power", "int64", (base,), n) for base, n in powers.items()]
+    if len(parts) == 1 and parts[0].op == "add":
+        terms, own = linear(parts[0])
+        return combined({term: constant * f for term, f in terms.items()}, constant * own)
+    parts.sort(key=order)
+    if constant == 1:
+        return parts[0] if len(parts) == 1 else Expr("mul", "int64", tuple(parts))
+    return Expr("mul", "int64", (const(constant), *parts))
+
+
+def floor_divide(top: Expr, below: Expr) -> Expr:
+    """Return a quotient rounded down. An integer divided by 0 is left as it is."""
+    if not below.is_const:
+        return Expr("floordiv", "int64", (top, below))
+    by = below.value
+    if by in (0, 1):
+        return top
+    if top.is_const:
+        return const(top.value // by)
+    if by == -1:
+        return negative(top)
+    factors, constant = linear(top)
+    outer = {term: factor // by for term, factor in factors.items() if factor % by == 0}
+    inner = {term: factor for term, factor in factors.items() if factor % by}
+    whole = constant // by if by > 0 else 0
+    if outer or whole:  # what divides without rest need not be divided
+        rest = combined(inner, constant - whole * by)
+        return total((combined(outer, whole), floor_divide(rest, below)))
+    common = gcd(by, constant, *inner.values())
+    if common > 1:
+        rest = combined({term: f // common for term, f in inner.items()}, constant // common)
+        return floor_divide(rest, const(by // common))
+    return Expr("floordiv", "int64", (top, below))
+
+
+def remainder(top: Expr, below: Expr) -> Expr:
+    """Return top modulo below, with the sign of below; 0 modulo 0."""
+    if not below.is_const:
+        return Expr("mod", "int64", (top, below))
+    by = below.value
+    if by in (-1, 0, 1):
+        return ZERO
+    factors, constant = linear(top)
+    factors = {term: factor for term, factor in factors.items() if factor % by}
+    rest = combined(factors, constant % abs(by))
+    if rest.is_const:
+        return const(rest.value % by)
+    if rest.op == "mod" and rest.args[1] is below:
+        return rest
+    return Expr("mod", "int64", (rest, below))
+
+
+def extreme(op: str, numbers: Sequence[Expr]) -> Expr:
+    """Return the largest ("max") or the smallest ("min") of numbers."""
+    parts = [part for one in numbers for part in (one.args if one.op == op else (one,))]
+    kept: list[Expr] = []
+    for one in parts:
+        if not any(_is_between(op, one, other) for other in kept):
+            kept = [*(other for other in kept if not _is_between(op, other, one)), one]
+    kept.sort(key=order)
+    return kept[0] if len(kept) == 1 else Expr(op, "int64", tuple(kept))
+
+
+def _is_between(op: str, one: Expr, other: Expr) -> bool:
+    """Return whether a number is surely no larger (for "max"; no smaller for "min") than
+    another."""
+    room = difference(other, one) if op == "max" else difference(one, other)
+    return limits(room)[0] >= 0
+
+
+def absolute(expr: Expr) -> Expr:
+    """Return an integer without its sign."""
+    low, high = limits(expr)
+    if low >= 0 or high <= 0:
+        return expr if low >= 0 else negative(expr)
+    factors, constant = linear(expr)
+    common = gcd(constant, *factors.values())
+    by = -common if next(iter(factors.values())) < 0 else common
+    inner = combined({term: f // by for term, f in factors.items()}, constant // by)
+    return product((const(common), Expr("abs", "int64", (inner,))))
+
+
+def sign(expr: Expr) -> Expr:
+    """Return 1, 0 or -1 with the sign of an integer."""
+    low, high = limits(expr)
+    if low > 0 or high < 0:
+        return const(1 if low > 0 else -1)
+    return ZERO if low == high else Expr("sign", "int64", (expr,))
+
+
+def wrapped(expr: Expr, dtype: str) -> Expr:
+    """Return an integer as one of fewer than 64 bits holds it, modulo 2 to the number of bits."""
+    low, high = BOUNDS[dtype]
+    least, most = bounded(expr, MAX_LENGTH)
+    if low <= least and most <= high:
+        return expr
+    if expr.is_const:
+        return const((expr.value - low) % (high - low + 1) + low)
+    return Expr("cast", dtype, (expr,))
+
+
+def bits(op: str, left: Expr, right: Expr) -> Expr:
+    """Return an operation on the bits of two integers, in two's complement; a shift by what is not
+    in 0..MAX_SHIFT clears the bits, or leaves the sign. Shifts by a number, and low bits, become
+    arithmetic, of which tiles have closer bounds."""
+    if left.is_const and right.is_const:
+        return const(bits_of(op, left.value, right.value))
+    if op not in ("shl", "shr"):
+        left, right = sorted((left, right), key=order)
+    if right.is_const and right.value >= 0:
+        by = right.value
+        if op == "shl" and by < MAX_SHIFT:
+            return product((left, const(2**by)))
+        if op == "shr" and by < MAX_SHIFT:
+            return floor_divide(left, const(2**by))
+        if op == "bitand" and by & (by + 1) == 0:
+            return remainder(left, const(by + 1))
+    return Expr(op, "int64", (left, right))
+
+
+def bits_of(op: str, left: int, right: int) -> int:
+    """Compute an operation on the bits of two integers."""
+    match op:
+        case "bitand":
+            return left & right
+        case "bitor":
+            return left | right
+        case "bitxor":
+            return left ^ right
+        case "shl":
+            wide = left << right if 0 <= right <= MAX_SHIFT else 0
+            return (wide + 2**63) % 2**64 - 2**63
         case _:
-            return False
+            return left >> (right if 0 <= right <= MAX_SHIFT else MAX_SHIFT)
 
 
-@lru_cache(maxsize=4096)
-def prepared(expr: Any) -> Any:
-    """Return the one form that kernels, the reference and tile lists compute.
-
-    Raises Unsupported for what masks and scores cannot hold.
-    """
-    return exact(normalise(expr))
-
-
-def quotient(expr: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr]:
-    """Split a value into numerator and denominator, so that both are integers where that is
-    possible.
-
-    Only rational coefficients and factors are taken apart: nothing is expanded.
-    """
-    terms = [term.as_coeff_Mul() for term in sympy.Add.make_args(expr)]
-    scale = sympy.ilcm(1, 1, *(factor.q for factor, _ in terms if factor.is_Rational))
-    if len(terms) > 1:
-        return sympy.Add(*(scale * factor * rest for factor, rest in terms)), sympy.Integer(scale)
-    below = sympy.Mul(
-        *(
-            1 / factor
-            for factor in sympy.Mul.make_args(terms[0][1])
-            if isinstance(factor, sympy.Pow) and factor.exp.is_Integer and factor.exp < 0
-        )
-    )
-    return scale * expr * below, scale * below
+def compared(op: str, left: Expr, right: Expr) -> Expr:
+    """Return the comparison "lt", "le" or "eq" of two integers."""
+    if left is right:
+        return FALSE if op == "lt" else TRUE
+    if any(one.op == "load" and one.dtype == "int64" for one in (*left.walk(), *right.walk())):
+        # The sides may wrap around: nothing is known of their difference.
+        left, right = sorted((left, right), key=order) if op == "eq" else (left, right)
+        return Expr(op, "bool", (left, right))
+    low, high = limits(difference(right, left))
+    least = int(op == "lt")
+    if op == "eq":
+        if low > 0 or high < 0:
+            return FALSE
+        left, right = sorted((left, right), key=order)
+    elif low >= least:
+        return TRUE
+    elif high < least:
+        return FALSE
+    coprime = _of_coprime_terms(op, left, right)
+    return Expr(op, "bool", (left, right)) if coprime is None else coprime
 
 
-def exact(expr: sympy.Basic) -> sympy.Basic:
-    """Return an equal expression whose integer parts are computed as integers."""
-    if isinstance(expr, sympy.floor):
-        numerator, denominator = map(exact, quotient(expr.args[0]))
-        if is_int(numerator) and is_int(denominator):
-            return FloorDiv(numerator, denominator)
-        return sympy.floor(exact(expr.args[0]), evaluate=False)
-    if isinstance(expr, Relational):
-        return _relation(expr)
-    if not expr.args:
-        return expr
-    if isinstance(expr, sympy.Add) and not is_int(expr):
-        return _sum(expr)
-    args = [exact(arg) for arg in expr.args]
-    if args == list(expr.args) and not isinstance(expr, (sympy.Mul, sympy.Pow)):
-        return expr  # SymPy takes long to make maxima again
-    if isinstance(expr, (sympy.Mul, sympy.Pow)) and not is_int(expr.func(*args)):
-        # Squares of distances would leave 32 bits: multiply them as floats.
-        integers = [arg for arg in args if not arg.is_Number and is_int(arg)]
-        if len(integers) > 1 or any(isinstance(arg, (sympy.Pow, sympy.Mul)) for arg in integers):
-            args = [_floating(arg) for arg in args]
-    if isinstance(expr, sympy.Abs):
-        return sympy.Abs(*args, evaluate=False)
-    return expr.func(*args)
-
-
-def _relation(expr: Relational) -> sympy.Basic:
-    """Compare integers where both sides are rational multiples of integers."""
-    terms = [term.as_coeff_Mul()[0] for side in expr.args for term in sympy.Add.make_args(side)]
-    scale = sympy.ilcm(1, 1, *(factor.q for factor in terms if factor.is_Rational))
-    if scale > 1:
-        scaled = (sympy.Add(*(scale * one for one in sympy.Add.make_args(s))) for s in expr.args)
-        whole = list(map(exact, scaled))
-        if all(map(is_int, whole)):
-            return expr.func(*whole)
-    return expr.func(*map(exact, expr.args))
-
-
-def _sum(expr: sympy.Add) -> sympy.Basic:
-    terms = list(map(exact, expr.args))
-    if all(map(is_int, terms)):
-        return sympy.Add(*terms)
-    whole: list[sympy.Expr] = []
-    scaled: list[tuple[sympy.Expr, sympy.Expr]] = []
-    rest: list[sympy.Expr] = []
-    for term in expr.args:
-        coefficient, value = term.as_coeff_Mul()
-        value = exact(value)
-        linear = is_int(value) and not isinstance(value, (sympy.Mul, sympy.Pow))
-        if linear and coefficient.is_Integer:
-            whole.append(coefficient * value)
-        elif linear and coefficient.is_finite and not term.is_Number:
-            scaled.append((coefficient, value))
-        else:
-            rest.append(_floating(exact(term)))
-    if len(whole) > 1:
-        whole = [Exact(sympy.Add(*whole))]
-    return sympy.Add(*whole, *_grouped(scaled), *rest)
-
-
-def _grouped(scaled: Sequence[tuple[sympy.Expr, sympy.Expr]]) -> list[sympy.Expr]:
-    """Return 0.1*q - 0.1*k as 0.1 times the integer q - k."""
-    groups: dict[sympy.Expr, list[sympy.Expr]] = {}
-    for coefficient, value in sorted(scaled, key=lambda pair: abs(pair[0])):
-        for unit, values in groups.items():
-            ratio = float(coefficient / unit)
-            if ratio.is_integer() and abs(ratio) <= MAX_RATIO:
-                values.append(int(ratio) * value)
-                break
-        else:
-            groups[coefficient] = [value]
-    return [
-        unit * (Exact(sympy.Add(*values)) if len(values) > 1 else values[0])
-        for unit, values in groups.items()
-    ]
-
-
-def _floating(expr: sympy.Expr) -> sympy.Expr:
-    if expr.is_Number or not is_int(expr):
-        return expr
-    if isinstance(expr, (sympy.Mul, sympy.Pow)):
-        return expr.func(*map(_floating, expr.args))
-    return Exact(expr)
+def _of_coprime_terms(op: str, left: Expr, right: Expr) -> Expr | None:
+    """Return a comparison with a number, in which the factors of terms have no divisor in common;
+    None where they have none already."""
+    if not (left.is_const or right.is_const):
+        return None
+    number, other = (right, left) if right.is_const else (left, right)
+    factors, constant = linear(other)
+    common = gcd(*factors.values())
+    if common == 1 or (constant == 0 and number.value == 0):
+        return None
+    inner = combined({term: factor // common for term, factor in factors.items()})
+    room = number.value - constant
+    if op == "eq":
+        return FALSE if room % common else compared("eq", inner, const(room // common))
+    strict = int(op == "lt")
+    if number is right:  # common * inner <= room, or < room
+        return compared("le", inner, const((room - strict) // common))
+    return compared("le", const(-((-room - strict) // common)), inner)

@@ -12,12 +12,10 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import sympy
-
 from tilegen.kernels import arguments
 from tilegen.masks.language.elements import BOUNDS, ELEMENTS, kind_of
+from tilegen.masks.language.expr import Expr, slot_of
 from tilegen.masks.language.integer_bounds import Bounds
-from tilegen.masks.language.symbols import Lookup, captured_name, slot_of
 
 _AS_THEY_ARE = ("int32", "int64", "float32", "float64")
 _NAMED = re.compile(r"[qk]_(?:idx|first|last)|batch|head")
@@ -87,20 +85,17 @@ class Loads:
         self.found: dict[str, Load] = {}
         """The loads by the names of what they load."""
         self._names: dict[tuple[str, ...], str] = {}
-        names = [captured_name(slot, kind_of(one)) for slot, one in enumerate(elements)]
-        self.bounds: dict[sympy.Basic, Bounds] = {
-            names[slot]: (limits or {}).get(slot, BOUNDS[one])
+        self.bounds: dict[Any, Bounds] = {
+            slot: (limits or {}).get(slot, BOUNDS[one])
             for slot, one in enumerate(elements)
             if one in BOUNDS
         }
-        """Bounds of integer elements, by the tensor's name."""
-        self.doubles = {slot for slot, one in enumerate(elements) if one == "float64"}
-        """Slots of tensors of doubles."""
+        """Bounds of integer elements, by the tensor's slot."""
         self.wide = {slot for slot, one in enumerate(elements) if one == "int64"}
         """Slots of tensors of integers of 64 bits."""
 
     def load(
-        self, lookup: Lookup, indices: Sequence[str], natural: Sequence[bool]
+        self, lookup: Expr, indices: Sequence[str], natural: Sequence[bool]
     ) -> tuple[str, list[str]]:
         """Return the name of an element, and the statements that load it, none for one loaded
         before. `natural` says which indices are surely not negative."""
@@ -138,14 +133,14 @@ class Loads:
             else:
                 flat = index
         element = self._elements[slot]
-        to = "tl.float32" if kind_of(element) == "float" else "tl.int32"
+        to = "tl.float32" if kind_of(element).startswith("float") else "tl.int32"
         stays = element in _AS_THEY_ARE and slot not in self._narrowed
         cast = "" if stays else f".to({to})"
         return Load(name, tensor, tuple(wrapped), flat, tuple(conditions), cast)
 
 
 def reading(
-    expressions: Iterable[Any],
+    expressions: Iterable[Expr],
     letter: str,
     elements: Sequence[str],
     why: str,
@@ -154,8 +149,8 @@ def reading(
     """Return the arguments for the captured tensors that expressions read, called `letter` and a
     number: pointers, sizes, and pointers of the gradients of some; `elements` has PyTorch's names
     by slot."""
-    looked_up = {one for expression in expressions for one in expression.atoms(Lookup)}
-    dimensions = {slot_of(one): len(one.args) - 1 for one in looked_up}
+    loads = {one for expression in expressions for one in expression.loads()}
+    dimensions = {slot_of(one): len(one.args) for one in loads}
     read = [
         one
         for slot in sorted(dimensions)

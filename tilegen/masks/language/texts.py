@@ -2,37 +2,23 @@
 
 A text looks like Python without white space: `(k<=q)&(q-k<16)`, `20.0*tanh(0.05*s)`,
 `s+t0[h]*(k-q)`. `t0` is the first captured tensor, `t0[()]` a captured scalar, `a//b` rounds down.
+Integers beside floats become float32; every other conversion is spelt: `float64(q)`, `int8(t0[q])`.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
-
-import sympy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar
 
 from tilegen.errors import InvalidProblem
-from tilegen.masks.language.elements import kind_of
-from tilegen.masks.language.integers import FloorDiv, quotient
-from tilegen.masks.language.nodes import BITS, FUNCTIONS, SYMBOLS, Where, normalise
-from tilegen.masks.language.ordered import NAMES, Ordered
+from tilegen.masks.language import algebra, functions
+from tilegen.masks.language.algebra import load
+from tilegen.masks.language.expr import FLOATS, INTEGERS, SPELLING, SYMBOLS, Expr, const, slot_of
+from tilegen.masks.language.functions import ELEMENTARY
+from tilegen.masks.language.integers import BITS, as_coefficient
 from tilegen.masks.language.reader import Reader, chain
-from tilegen.masks.language.symbols import (
-    B,
-    H,
-    K,
-    Lookup,
-    Q,
-    captured_name,
-    captured_slots,
-    is_captured,
-    is_condition,
-)
-from tilegen.masks.language.widths import WRAPPED
-
-if TYPE_CHECKING:
-    import torch
 
 MAX_TEXT = 2**15
 MAX_DEPTH = 64
@@ -41,115 +27,121 @@ MAX_INTEGER = 2**62
 LOWEST, COMPARISON, OR, AND, SUM, PRODUCT, UNARY, POWER, ATOM = range(9)
 """Python's operators in the order in which they bind, the loosest first."""
 
-RELATIONS = {sympy.Eq: "==", sympy.Ne: "!=", sympy.Le: "<=", sympy.Lt: "<"}
+RELATIONS = {"eq": "==", "le": "<=", "lt": "<"}
 
-Spell = Callable[[sympy.Expr, int], str]
+Spell = Callable[[Expr, int], str]
 """Returns the text of an operand, in brackets unless it binds at least as tightly as asked."""
 
 
-def to_text(expr: Any) -> str:
-    """Return the canonical text of a mask predicate or score, without white space; equal
-    expressions have one text.
-
-    Raises Unsupported for what masks and scores cannot hold.
-    """
-    return _text(normalise(expr))[0]
+def to_text(expr: Expr) -> str:
+    """Return the canonical text of a mask predicate or score, without white space."""
+    return _text(expr)[0]
 
 
-_NAMES = {
-    function: name
-    for name, function in FUNCTIONS.items()
-    if isinstance(function, type)  # sqrt is a power
-}
-
-
-def _inside(expr: sympy.Basic, binding: int) -> str:
+def _inside(expr: Expr, binding: int) -> str:
     """Return the text of a part, in brackets unless it binds at least as tightly as asked."""
     text, own = _text(expr)
     return text if own >= binding else f"({text})"
 
 
-def _text(expr: sympy.Basic) -> tuple[str, int]:
-    match expr:
-        case sympy.Symbol():
-            return expr.name, ATOM
-        case sympy.Number():
+def _text(expr: Expr) -> tuple[str, int]:
+    match expr.op:
+        case "symbol":
+            return expr.value, ATOM
+        case "const":
             return _number(expr)
-        case Lookup():
-            index = ",".join(_inside(arg, COMPARISON) for arg in expr.args[1:])
-            return f"{expr.args[0]}[{index or '()'}]", ATOM
-        case sympy.Add():
+        case "load":
+            index = ",".join(_inside(arg, COMPARISON) for arg in expr.args)
+            return f"t{slot_of(expr)}[{index or '()'}]", ATOM
+        case "add" if expr.is_int:
             return spelt_sum(expr.args, _inside, ""), SUM
-        case sympy.Mul():
+        case "add":
+            return float_sum(expr, _marked(expr), ""), SUM
+        case "neg":
+            return f"-{_inside(expr.args[0], PRODUCT)}", PRODUCT
+        case "mul" if expr.is_int:
             return _product(expr)
-        case sympy.Pow():
-            return _power(expr)
-        case sympy.floor():
-            numerator, denominator = quotient(expr.args[0])
-            return f"{_inside(numerator, UNARY)}//{_inside(denominator, UNARY)}", PRODUCT
-        case sympy.Mod():
-            return "%".join(_inside(arg, UNARY) for arg in expr.args), PRODUCT
-        case sympy.And():
-            return "&".join(sorted(_inside(arg, SUM) for arg in expr.args)), AND
-        case sympy.Or():
-            return "|".join(sorted(_inside(arg, SUM) for arg in expr.args)), OR
-        case sympy.Not():
+        case "mul":
+            left, right = expr.args
+            spell = _marked(expr)
+            return f"{spell(left, PRODUCT)}*{spell(right, UNARY)}", PRODUCT
+        case "div":
+            top, below = expr.args
+            return f"{_inside(top, PRODUCT)}/{_inside(below, UNARY)}", PRODUCT
+        case "power":
+            return f"{_marked(expr)(expr.args[0], ATOM)}**{expr.value}", POWER
+        case "pow":
+            return "**".join(_inside(arg, ATOM) for arg in expr.args), POWER
+        case "floordiv" | "mod":
+            sign = "//" if expr.op == "floordiv" else "%"
+            return sign.join(_inside(arg, UNARY) for arg in expr.args), PRODUCT
+        case "and" | "or":
+            sign, binding = ("&", AND) if expr.op == "and" else ("|", OR)
+            return sign.join(sorted(_inside(arg, SUM) for arg in expr.args)), binding
+        case "not" if expr.args[0].op == "eq":
+            return "!=".join(_sides(expr.args[0])), COMPARISON
+        case "not":
             return f"~{_inside(expr.args[0], ATOM)}", UNARY
-        case Ordered() if expr.holds_for_nan:
-            return f"~{_text(expr.negated)[0]}", UNARY
-        case _ if expr in (sympy.true, sympy.false):
-            return str(expr), ATOM
-        case _ if type(expr) in RELATIONS:
-            return RELATIONS[type(expr)].join(_inside(arg, OR) for arg in expr.args), COMPARISON
-        case _:
-            arguments = [_text(arg)[0] for arg in expr.args]
-            if isinstance(expr, (sympy.Min, sympy.Max)):
+        case op if op in RELATIONS:
+            return RELATIONS[op].join(_sides(expr)), COMPARISON
+        case "cast" if _is_implicit(expr):
+            return _text(expr.args[0])
+        case op:
+            spell = _marked(expr) if op in ("max", "min", "where") else _inside
+            arguments = [spell(arg, LOWEST) for arg in expr.args]
+            if op in ("max", "min"):
                 arguments.sort()
-            return f"{_NAMES[type(expr)]}({','.join(arguments)})", ATOM
+            return f"{expr.dtype if op == 'cast' else op}({','.join(arguments)})", ATOM
 
 
-def _number(value: sympy.Number) -> tuple[str, int]:
-    if value.is_infinite:
-        text = "inf" if value > 0 else "-inf"
-    else:
-        text = repr(float(value)) if value.is_Float else str(value)
-    if "/" in text:
-        return text, PRODUCT
-    return text, UNARY if value < 0 else ATOM
+def _marked(expr: Expr) -> Spell:
+    """Return the function that writes the operands of an operation: where all of them are integers
+    that became floats, the first is spelt as the float that it is."""
+    operands = expr.args[1:] if expr.op == "where" else expr.args
+    if operands[0].dtype != "float32" or not all(map(_is_implicit, operands)):
+        return _inside
+
+    def write(arg: Expr, binding: int) -> str:
+        return f"float32({_text(arg)[0]})" if arg is operands[0] else _inside(arg, binding)
+
+    return write
 
 
-def _product(expr: sympy.Mul) -> tuple[str, int]:
-    coefficient, times, over = factors(expr)
-    above = sorted(_inside(factor, UNARY) for factor in times)
-    below = sorted(_inside(factor, UNARY) for factor in over)
-    size = abs(coefficient)
-    numerator, denominator = (size.p, size.q) if size.is_Rational else (size, 1)
-    if numerator != 1 or not above or size.is_Float:
-        above.insert(0, _number(sympy.sympify(numerator))[0])
-    if denominator != 1:
-        below.append(str(denominator))
-    sign = "-" if coefficient < 0 else ""
-    return sign + "*".join(above) + "".join(f"/{part}" for part in below), PRODUCT
+def _is_implicit(expr: Expr) -> bool:
+    """Return whether the text of a float is the text of an integer."""
+    return expr.op == "cast" and expr.dtype == "float32" and expr.args[0].is_int
 
 
-def _power(expr: sympy.Pow) -> tuple[str, int]:
-    base, exponent = expr.args
-    if exponent.is_Rational and exponent < 0:
-        return f"1/{_inside(sympy.Pow(base, -exponent), UNARY)}", PRODUCT
-    if exponent == sympy.Rational(1, 2):
-        return f"sqrt({_text(base)[0]})", ATOM
-    return f"{_inside(base, ATOM)}**{_inside(exponent, ATOM)}", POWER
+def _sides(comparison: Expr) -> list[str]:
+    spell = _marked(comparison)
+    return [spell(arg, OR) for arg in comparison.args]
 
 
-def spelt_sum(terms: Iterable[sympy.Expr], spell: Spell, space: str) -> str:
-    """Return the text of a sum: positive terms first, numbers last of each sign, else by text."""
+def _number(expr: Expr) -> tuple[str, int]:
+    if expr.is_float and expr.dtype != "float32":
+        return f"{expr.dtype}({expr.value!r})", ATOM
+    text = repr(expr.value)
+    return text, UNARY if text.startswith("-") else ATOM
+
+
+def _product(expr: Expr) -> tuple[str, int]:
+    coefficient, rest = as_coefficient(expr)
+    parts = rest.args if rest.op == "mul" else (rest,)
+    factors = sorted(_inside(factor, UNARY) for factor in parts)
+    if abs(coefficient) != 1:
+        factors.insert(0, str(abs(coefficient)))
+    return ("-" if coefficient < 0 else "") + "*".join(factors), PRODUCT
+
+
+def spelt_sum(terms: Iterable[Expr], spell: Spell, space: str) -> str:
+    """Return the text of a sum of integers: positive terms first, numbers last of each sign, else
+    by text."""
     parts: list[tuple[bool, bool, str]] = []
     for term in terms:
-        negative = bool(term.as_coeff_Mul()[0] < 0)
-        size = -term if negative else term
-        # -a % b would be (-a) % b.
-        rounded = negative and isinstance(size, (sympy.floor, FloorDiv, sympy.Mod))
-        parts.append((negative, term.is_number, spell(size, UNARY if rounded else PRODUCT)))
+        negative = as_coefficient(term)[0] < 0
+        size = algebra.negative(term) if negative else term
+        rounded = negative and size.op in ("floordiv", "mod")  # -a % b would be (-a) % b
+        parts.append((negative, term.is_const, spell(size, UNARY if rounded else PRODUCT)))
     text = "".join(
         f"{space}{'-' if negative else '+'}{space}{part}" for negative, _, part in sorted(parts)
     )
@@ -157,58 +149,87 @@ def spelt_sum(terms: Iterable[sympy.Expr], spell: Spell, space: str) -> str:
     return rest if sign == "+" else f"-{rest}"
 
 
-def factors(product: sympy.Mul) -> tuple[sympy.Number, list[sympy.Expr], list[sympy.Expr]]:
-    """Return the coefficient of a product, its factors, and those it is divided by."""
-    coefficient, rest = product.as_coeff_Mul()
-    above: list[sympy.Expr] = []
-    below: list[sympy.Expr] = []
-    for factor in sympy.Mul.make_args(rest):
-        base, exponent = factor.as_base_exp()
-        if isinstance(factor, sympy.Pow) and exponent.is_Rational and exponent < 0:
-            below.append(sympy.Pow(base, -exponent))
-        elif factor != 1:
-            above.append(factor)
-    return coefficient, above, below
+def float_sum(expr: Expr, spell: Spell, space: str) -> str:
+    """Return the text of a sum of two floats, of which the first may be a sum: a positive term
+    first, numbers last, else by text."""
+    parts: list[tuple[bool, bool, bool, str]] = []
+    for i, term in enumerate(expr.args):
+        leads = i == 0 and term.op == "add"
+        negative = not leads and _has_sign(term)
+        size = algebra.negative(term) if negative else term
+        text = spell(term, SUM) if leads else spell(size, PRODUCT)
+        parts.append((not leads, negative, term.is_const, text))
+    (_, first_negative, _, first), (_, second_negative, _, second) = sorted(parts)
+    sign = "-" if second_negative else "+"
+    return f"{'-' * first_negative}{first}{space}{sign}{space}{second}"
 
 
-def from_text(text: str, kinds: Sequence[str] = ()) -> sympy.Basic:
+def _has_sign(term: Expr) -> bool:
+    """Return whether a term of a sum is written with a minus before it."""
+    if term.op == "cast" and term.args[0].is_int and term.args[0].op != "add":
+        return as_coefficient(term.args[0])[0] < 0
+    return term.op == "neg" or (term.is_const and term.value < 0)
+
+
+def from_text(text: str, kinds: Sequence[str] = ()) -> Expr:
     """Return the expression of a text; `kinds[i]` says what t<i> holds: bool, int or float.
 
     Raises InvalidProblem for anything that is not a mask predicate or a score, without running it.
     """
-    return _Expressions(kinds).parse(text)
+    expr: Expr = _Expressions(kinds).parse(text)
+    return expr
 
 
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.FloorDiv: lambda left, right: sympy.floor(left / right),
-    ast.Mod: sympy.Mod,
+    ast.FloorDiv: algebra.floor_divide,
+    ast.Mod: functions.remainder,
+    ast.Pow: functions.power,
 }
-_COMPARE: dict[type[ast.cmpop], Any] = {
-    ast.Eq: sympy.Eq,
-    ast.NotEq: sympy.Ne,
-    ast.Lt: sympy.Lt,
-    ast.LtE: sympy.Le,
-    ast.Gt: sympy.Gt,
-    ast.GtE: sympy.Ge,
+_COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+    ast.Eq: algebra.equal,
+    ast.NotEq: lambda left, right: algebra.opposite(algebra.equal(left, right)),
+    ast.Lt: algebra.less,
+    ast.LtE: algebra.at_most,
+    ast.Gt: lambda left, right: algebra.less(right, left),
+    ast.GtE: lambda left, right: algebra.at_most(right, left),
 }
-_NAMED = {**SYMBOLS, "inf": sympy.oo}
-_EXACT = ("min", "max", "abs", "sign", *BITS, *NAMES.values(), *WRAPPED)
-"""The functions whose value of an exact number SymPy knows at once."""
+_NAMED: dict[Any, Expr] = {**SYMBOLS, "inf": const(float("inf")), "nan": const(float("nan"))}
+UNARY_FUNCTIONS: Mapping[str, Callable[[Any], Any]] = {
+    **{name: partial(functions.elementary, name) for name in ELEMENTARY},
+    **{name: partial(algebra.cast, dtype=name) for name in (*INTEGERS, *FLOATS)},
+    "abs": algebra.absolute,
+    "sign": functions.sign,
+    "floor": algebra.floor,
+}
+_BITS: dict[str, Callable[[Any, Any], Any]] = {name: partial(functions.bits, name) for name in BITS}
+_PAIRS: Mapping[str, Callable[[Any, Any], Any]] = {
+    **_BITS,
+    # Older texts spelt comparisons of floats that may be NaN as functions.
+    "less": algebra.less,
+    "lessequal": algebra.at_most,
+    "same": algebra.equal,
+}
+FUNCTIONS = (*UNARY_FUNCTIONS, *_PAIRS, "min", "max", "where")
+"""The functions of expressions by their names in texts."""
 
 
 class _Expressions(Reader):
-    """Reads expressions of SymPy."""
+    """Reads expressions."""
 
     what = "the text of a mask or score"
     longest = MAX_TEXT
     deepest = MAX_DEPTH
-    operators: ClassVar = {ast.BitAnd: sympy.And, ast.BitOr: sympy.Or, ast.Invert: sympy.Not}
+    operators: ClassVar = {
+        ast.BitAnd: algebra.both,
+        ast.BitOr: algebra.either,
+        ast.Invert: algebra.opposite,
+    }
 
     def __init__(self, kinds: Sequence[str]) -> None:
         self._kinds = kinds
 
     def whole(self, text: str) -> Any:
-        return normalise(self.read(ast.parse(text, mode="eval").body, 0))
+        return self.read(ast.parse(text, mode="eval").body, 0)
 
     def leaf(self, value: Any, *, is_name: bool) -> Any:
         if is_name and value in _NAMED:
@@ -217,27 +238,27 @@ class _Expressions(Reader):
             raise InvalidProblem(f"expected numbers, {', '.join(_NAMED)}, got {value!r}")
         if isinstance(value, int) and abs(value) > MAX_INTEGER:
             raise InvalidProblem(f"expected integers up to {MAX_INTEGER}")
-        return sympy.sympify(value)
+        return const(value)
 
     def call(self, name: str, args: list[ast.expr], depth: int) -> Any:
         if name == "where" and len(args) == 3:
             condition = self.operand(args[0], depth)
-            return Where(condition, *(self._value(arg, depth) for arg in args[1:]))
+            return algebra.where(condition, *(self._value(arg, depth) for arg in args[1:]))
         if name not in FUNCTIONS:
             raise InvalidProblem(f"expected {', '.join(FUNCTIONS)}, got the function {name!r}")
-        pairs = (*BITS, *NAMES.values())
-        arity = len(args) if name in ("min", "max") and args else 2 if name in pairs else 1
+        arity = len(args) if name in ("min", "max") and args else 2 if name in _PAIRS else 1
         if name == "where" or len(args) != arity:
             raise InvalidProblem(f"{name} does not take {len(args)} arguments")
         values = [self._value(arg, depth) for arg in args]
-        if name not in _EXACT and values[0].is_number:
-            # SymPy might compute billions of digits of an exact number's function.
-            values[0] = sympy.Float(float(normalise(values[0])))
-        return FUNCTIONS[name](*values)
+        if name in ("min", "max"):
+            return algebra.extreme(name, *values)
+        if name in FLOATS and values[0].is_const:
+            return algebra.number_of(float(values[0].value), name)
+        return _PAIRS[name](*values) if name in _PAIRS else UNARY_FUNCTIONS[name](values[0])
 
     def operand(self, node: ast.expr, depth: int) -> Any:
         value = self.read(node, depth)
-        if not is_condition(value):
+        if not value.is_condition:
             raise InvalidProblem(f"expected a condition, got the number {ast.unparse(node)!r}")
         return value
 
@@ -245,112 +266,68 @@ class _Expressions(Reader):
         match node:
             case ast.Subscript(value=ast.Name(id=name), slice=index):
                 parts = index.elts if isinstance(index, ast.Tuple) else [index]
-                return Lookup(self._captured(name), *(self._value(part, depth) for part in parts))
+                return self._captured(name, [self._value(part, depth) for part in parts])
             case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARE:
                 return _COMPARE[type(op)](self._value(left, depth), self._value(right, depth))
-            case ast.UnaryOp(op=ast.USub()) | ast.BinOp(op=ast.Mult() | ast.Div()):
-                return sympy.Mul(*self._factors(node, depth))
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return algebra.negative(self._value(operand, depth))
+            case ast.BinOp(op=ast.Mult() | ast.Div()):
+                return self._chained(node, depth, ast.Mult, ast.Div)
             case ast.BinOp(op=ast.Add() | ast.Sub()):
-                return sympy.Add(*self._terms(node, depth))
-            case ast.BinOp(left=left, op=ast.Pow(), right=right):
-                return self._power(self._value(left, depth), self._value(right, depth))
+                return self._chained(node, depth, ast.Add, ast.Sub)
             case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
-                return _BINARY[type(op)](self._value(left, depth), self._divisor(right, depth))
+                below = self._value if isinstance(op, ast.Pow) else self._divisor
+                return _BINARY[type(op)](self._value(left, depth), below(right, depth))
             case _:
                 return super().other(node, depth)
 
     def _value(self, node: ast.expr, depth: int) -> Any:
         value = self.read(node, depth)
-        if is_condition(value):
+        if value.is_condition:
             raise InvalidProblem(f"expected a number, got the condition {ast.unparse(node)!r}")
         return value
 
     def _divisor(self, node: ast.expr, depth: int) -> Any:
         value = self._value(node, depth)
-        if value.is_zero:
+        if value.is_const and value.value == 0:
             raise InvalidProblem(f"division by {ast.unparse(node)!r}, which is 0")
         return value
 
-    def _captured(self, name: str) -> sympy.Symbol:
+    def _captured(self, name: str, indices: list[Expr]) -> Expr:
         digits = name[1:]
         if name[0] != "t" or not digits.isdecimal() or name != f"t{int(digits)}":
             raise InvalidProblem(f"expected a captured tensor (t0, t1, ...), got {name!r}")
         if int(digits) >= len(self._kinds):
             raise InvalidProblem(f"{name} was asked for, and {len(self._kinds)} tensors given")
-        return captured_name(int(digits), self._kinds[int(digits)])
+        # Older texts have floors, which are whole numbers, for indices.
+        indices = [algebra.truncate(one) if one.op == "floor" else one for one in indices]
+        for index in indices:
+            if not index.is_int:
+                raise InvalidProblem(f"expected an integer index of {name}, got {index}; use //")
+        return load(int(digits), self._kinds[int(digits)], *indices)
 
-    def _power(self, base: Any, exponent: Any) -> Any:
-        if base.is_number and exponent.is_number:
-            return sympy.Float(float(base) ** float(exponent))
-        return base**exponent
-
-    def _terms(self, node: ast.expr, depth: int) -> list[Any]:
-        """Return the terms of a sum, added up at once as `to_text` took them apart."""
-        return [
-            sympy.Mul(-1, *self._factors(part, depth))
-            if isinstance(op, ast.Sub)
-            else self._value(part, depth)
-            for op, part in chain(node, ast.Add, ast.Sub)
-        ]
-
-    def _factors(self, node: ast.expr, depth: int) -> list[Any]:
-        """Return the factors of a product, multiplied at once as `to_text` took them apart."""
-        factors: list[Any] = []
-        for op, part in chain(node, ast.Mult, ast.Div):
-            match part:
-                case ast.UnaryOp(op=ast.USub(), operand=operand) if op is None:
-                    factors += [sympy.Integer(-1), *self._factors(operand, depth)]
+    def _chained(self, node: ast.expr, depth: int, *operators: type[ast.operator]) -> Expr:
+        """Read a chain of sums or products, from left to right."""
+        (_, first), *rest = reversed(chain(node, *operators))
+        total = self._value(first, depth)
+        terms = [total]
+        for op, part in rest:
+            value = (self._divisor if isinstance(op, ast.Div) else self._value)(part, depth)
+            if isinstance(op, ast.Add | ast.Sub) and total.is_int and value.is_int:
+                terms.append(value if isinstance(op, ast.Add) else algebra.negative(value))
+                continue  # long sums of integers are added up at once
+            total = algebra.add(*terms) if len(terms) > 1 else total
+            match op:
+                case ast.Add():
+                    total = algebra.add(total, value)
+                case ast.Sub():
+                    total = algebra.subtract(total, value)
+                case ast.Mult():
+                    total = algebra.multiply(total, value)
                 case _:
-                    if isinstance(op, ast.Div):
-                        factors.append(1 / self._divisor(part, depth))
-                    else:
-                        factors.append(self._value(part, depth))
-        return factors
+                    total = algebra.divide(total, value)
+            terms = [total]
+        return algebra.add(*terms) if len(terms) > 1 else total
 
 
-def free_parts(expr: sympy.Basic) -> frozenset[str]:
-    """Return which of b, h, q and k an expression depends on."""
-    return frozenset(str(symbol) for symbol in expr.free_symbols & {B, H, Q, K})
-
-
-def kind_of_tensor(tensor: torch.Tensor) -> str:
-    """Return the kind of a tensor's elements: bool, int or float. Raises InvalidProblem."""
-    if tensor.dtype.is_complex:
-        raise InvalidProblem(f"expected captured tensors of real numbers, got {tensor.dtype}")
-    return kind_of(str(tensor.dtype).removeprefix("torch."))
-
-
-def rename(expr: sympy.Basic, slots: Sequence[int]) -> sympy.Basic:
-    """Return the expression with captured tensor i in slot slots[i]."""
-    names = {
-        symbol: sympy.Symbol(f"t{slots[int(symbol.name[1:])]}", **symbol.assumptions0)
-        for symbol in expr.free_symbols
-        if is_captured(symbol)
-    }
-    return normalise(expr.xreplace(names)) if names else expr
-
-
-def without(
-    tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, ...]:
-    """Return the tensors, each once, that are none of the others."""
-    known = {id(one) for one in others}
-    return tuple({id(one): one for one in tensors if id(one) not in known}.values())
-
-
-def merge(
-    parts: Sequence[tuple[sympy.Basic, Sequence[torch.Tensor]]],
-) -> tuple[list[sympy.Basic], tuple[torch.Tensor, ...]]:
-    """Return expressions over one tuple of captured tensors: the same tensor has one slot, unread
-    ones none."""
-    merged: list[torch.Tensor] = []
-    renamed: list[sympy.Basic] = []
-    for expr, captured in parts:
-        slots = [-1] * len(captured)
-        for slot in captured_slots(expr):
-            same = [i for i, tensor in enumerate(merged) if tensor is captured[slot]]
-            slots[slot] = same[0] if same else len(merged)
-            if not same:
-                merged.append(captured[slot])
-        renamed.append(rename(expr, slots))
-    return renamed, tuple(merged)
+SPELLING.append(to_text)

@@ -12,27 +12,14 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import reduce
-from typing import Any
-
-import sympy
-from sympy.core.relational import Relational
 
 from tilegen.errors import Unsupported
+from tilegen.masks.language import algebra
+from tilegen.masks.language.expr import PAIR, Expr, S
+from tilegen.masks.language.functions import ELEMENTARY
 from tilegen.masks.language.integer_bounds import Sizes
-from tilegen.masks.language.integers import Exact, FloorDiv, exact, is_int, prepared
+from tilegen.masks.language.integers import BITS, MAX_SHIFT, as_coefficient
 from tilegen.masks.language.loads import Loads
-from tilegen.masks.language.nodes import (
-    ELEMENTARY,
-    MAX_SHIFT,
-    Bits,
-    Log1p,
-    ShiftLeft,
-    ShiftRight,
-    Sigmoid,
-    Where,
-)
-from tilegen.masks.language.ordered import Ordered
-from tilegen.masks.language.symbols import PAIR, Lookup, S, is_condition, reads, slot_of
 from tilegen.masks.language.texts import (
     AND,
     ATOM,
@@ -43,25 +30,23 @@ from tilegen.masks.language.texts import (
     RELATIONS,
     SUM,
     UNARY,
-    factors,
+    float_sum,
     spelt_sum,
 )
 from tilegen.masks.language.triton_functions import log1p, tanh
-from tilegen.masks.language.widths import Wrapped
 
 FP32_TINY, FP32_MAX = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 
 _SPELT = ("batch", "head", "q_idx", "k_idx", "seqlen_q", "seqlen_kv", "s")
-NAMES: dict[sympy.Basic, str] = dict(zip((*PAIR, S), _SPELT, strict=True))
+NAMES: dict[Expr, str] = dict(zip((*PAIR, S), _SPELT, strict=True))
 """The names of a pair's symbols in kernels."""
-_RELATIONS = RELATIONS | {sympy.Ge: ">=", sympy.Gt: ">"}
 
 
-def _count(expr: sympy.Basic, uses: Counter[sympy.Basic]) -> None:
+def _count(expr: Expr, uses: Counter[Expr]) -> None:
     """Count the places of an expression in which each part stands."""
     uses[expr] += 1
     if uses[expr] == 1:
-        for part in expr.args[1:] if isinstance(expr, Lookup) else expr.args:
+        for part in expr.args:
             _count(part, uses)
 
 
@@ -70,7 +55,7 @@ class Writer:
 
     def __init__(
         self,
-        names: Mapping[sympy.Basic, str],
+        names: Mapping[Expr, str],
         loads: Loads,
         *,
         stem: str = "x",
@@ -85,35 +70,33 @@ class Writer:
         self._stem = stem
         self._precise = precise
         self._sizes = Sizes(loads.bounds, loads.wide)
-        self._shared: set[sympy.Basic] = set()
-        self._named: dict[tuple[sympy.Basic, bool], str] = {}
+        self._shared: set[Expr] = set()
+        self._named: dict[Expr, str] = {}
         self._written: dict[str, str] = {}
-        self._double = False
 
-    def sources(self, exprs: Mapping[str, sympy.Basic]) -> dict[str, str]:
+    def sources(self, exprs: Mapping[str, Expr]) -> dict[str, str]:
         """Write the statements that expressions share, and return the source of each expression: a
         condition or an fp32 value. Raises Unsupported."""
-        whole = {name: prepared(expr) for name, expr in exprs.items()}
-        uses: Counter[sympy.Basic] = Counter()
-        for expr in whole.values():
+        uses: Counter[Expr] = Counter()
+        for expr in exprs.values():
             _count(expr, uses)
-        self._shared = {  # what is loaded has a name
+        self._shared = {  # what is loaded has a name, and so has what is converted
             expr
             for expr, times in uses.items()
-            if times > 1 and expr.args and not isinstance(expr, Lookup)
+            if times > 1 and expr.args and expr.op not in ("load", "cast")
         }
         return {
-            name: self._inside(expr, LOWEST) if is_condition(expr) else self._float(expr)
-            for name, expr in whole.items()
+            name: self._inside(expr, LOWEST) if expr.is_condition else self._float(expr, LOWEST)
+            for name, expr in exprs.items()
         }
 
-    def inline(self, expr: sympy.Basic) -> str:
+    def inline(self, expr: Expr) -> str:
         """Return the source of a condition, or of an integer as one."""
-        return self._inside(exact(expr), LOWEST)
+        return self._inside(expr, LOWEST)
 
-    def is_wide(self, expr: sympy.Basic) -> bool:
-        """Whether the source of an integer has 64 bits; infinity has none."""
-        return not expr.is_infinite and self._sizes.is_wide(exact(expr))
+    def is_wide(self, expr: Expr) -> bool:
+        """Return whether the source of an integer has 64 bits."""
+        return self._sizes.is_wide(expr)
 
     def name(self, source: str) -> str:
         """Return the name of a statement with this source, written once."""
@@ -125,178 +108,152 @@ class Writer:
             self.statements.append(f"{name} = {source}")
         return self._written[source]
 
-    def _inside(self, expr: sympy.Basic, binding: int) -> str:
+    def _inside(self, expr: Expr, binding: int) -> str:
         """Return the source of an expression, in brackets unless it binds as tightly as asked; for
         one that occurs again, its name."""
         if expr in self._shared:
-            key = (expr, self._double)
-            if key not in self._named:
-                self._named[key] = self.name(self._write(expr)[0])
-            return self._named[key]
+            if expr not in self._named:
+                self._named[expr] = self.name(self._write(expr)[0])
+            return self._named[expr]
         text, own = self._write(expr)
         return text if own >= binding else f"({text})"
 
-    @property
-    def _dtype(self) -> str:
-        return "tl.float64" if self._double else "tl.float32"
-
-    def _float(self, expr: sympy.Basic, binding: int = LOWEST) -> str:
+    def _float(self, expr: Expr, binding: int) -> str:
         """Return the source of a value that must be floating."""
-        if isinstance(expr, sympy.Number):
-            text = self._literal(expr)
-            return f"({text})" if expr < 0 and binding > UNARY else text
-        if is_int(expr):
-            return f"{self._inside(expr, ATOM)}.to({self._dtype})"
-        return self._inside(expr, binding)
+        return self._inside(algebra.real(expr) if expr.is_int else expr, binding)
 
-    def _int(self, expr: sympy.Basic, binding: int) -> str:
-        """Return the source of a value that must be an integer."""
-        if is_int(expr):
-            return self._inside(expr, binding)
-        return f"{self._inside(expr, ATOM)}.to(tl.int64)"
+    def _beside(self, expr: Expr) -> Callable[[Expr, int], str]:
+        """Return the function that writes the operands of a float. Triton itself makes an integer
+        beside a float a float; sums of integers are converted, so that none of their terms is."""
+        operands = expr.args[1:] if expr.op == "where" else expr.args
+        is_mixed = not all(map(_is_converted, operands))
 
-    def _operand(self, expr: sympy.Basic, binding: int, as_int: bool = False) -> str:
-        """Return the source of an operand; Triton itself makes integers floats beside floats."""
-        if as_int:
-            return self._int(expr, binding)
-        if isinstance(expr, sympy.Number) or (isinstance(expr, Lookup) and not is_int(expr)):
-            return self._float(expr, binding)
-        return self._inside(expr, binding)
+        def write(arg: Expr, binding: int) -> str:
+            bare = is_mixed and _is_converted(arg)
+            if bare and not (expr.op == "add" and arg.args[0].op == "add"):
+                return self._inside(arg.args[0], binding)
+            return self._inside(arg, binding)
 
-    def _speller(self, expr: sympy.Basic) -> Callable[[sympy.Basic, int], str]:
-        """Return the function that writes operands of an operation: integers in 64 bits where the
-        result, or a part of it, may not fit into 32."""
-        if not is_int(expr):
-            return self._operand
+        return write
 
-        def write(arg: sympy.Basic, binding: int) -> str:
-            if isinstance(arg, sympy.Number) or self._sizes.is_wide(arg):
-                return self._int(arg, binding)
+    def _speller(self, expr: Expr) -> Callable[[Expr, int], str]:
+        """Return the function that writes operands of an operation on integers: in 64 bits where
+        the result, or a part of it, may not fit into 32."""
+
+        def write(arg: Expr, binding: int) -> str:
+            if arg.is_const or self._sizes.is_wide(arg):
+                return self._inside(arg, binding)
             return f"{self._inside(arg, ATOM)}.to(tl.int64)"
 
-        return self._int if self._sizes.fits(expr) else write
+        return self._inside if self._sizes.fits(expr) else write
 
-    def _write(self, expr: Any) -> tuple[str, int]:
-        integers = is_int(expr)
-        match expr:
-            case sympy.Symbol():
+    def _write(self, expr: Expr) -> tuple[str, int]:
+        args, op = expr.args, expr.op
+        match op:
+            case "symbol":
                 return self._names[expr], ATOM
-            case sympy.Integer():
-                return str(expr), UNARY if expr < 0 else ATOM
-            case sympy.Number():
-                return self._literal(expr), UNARY if expr < 0 else ATOM
-            case Lookup():
-                name = self._load(expr)
-                is_float = not self._double and slot_of(expr) in self.loads.doubles
-                return f"{name}.to(tl.float32)" if is_float else name, ATOM
-            case sympy.Add():
-                return spelt_sum(expr.args, self._speller(expr), " "), SUM
-            case sympy.Mul():
-                return self._product(expr, integers)
-            case sympy.Pow():
-                return self._power(expr)
-            case FloorDiv():
-                return self._floor_divide(*expr.args), PRODUCT
-            case sympy.Mod():
-                return self._remainder(*expr.args)
-            case Bits():
+            case "const":
+                text = self._literal(expr) if expr.is_float else str(expr.value)
+                return text, UNARY if text.startswith("-") else ATOM
+            case "load":
+                return self._load(expr), ATOM
+            case "add" if expr.is_int:
+                return spelt_sum(args, self._speller(expr), " "), SUM
+            case "add":
+                return float_sum(expr, self._beside(expr), " "), SUM
+            case "neg":
+                return f"-{self._inside(args[0], UNARY)}", PRODUCT
+            case "mul" if expr.is_int:
+                return self._product(expr)
+            case "mul":
+                return self._float_product(expr)
+            case "div":
+                above, below = (self._inside(arg, PRODUCT) for arg in args)
+                return self._quotient(above, below, expr.dtype)
+            case "power":
+                spell = self._speller(expr) if expr.is_int else self._inside
+                return self._repeated(self.name(spell(args[0], LOWEST)), expr.value), PRODUCT
+            case "pow":
+                return self._general_power(expr), ATOM
+            case "floordiv":
+                return self._floor_divide(*args), PRODUCT
+            case "mod":
+                return self._remainder(*args)
+            case "cast":
+                return self._cast(expr), ATOM
+            case "max" | "min":
+                return self._extreme(expr), ATOM
+            case "abs":
+                return f"tl.abs({self._inside(args[0], LOWEST)})", ATOM
+            case "sign":
+                return self._sign(expr), ATOM
+            case "where":
+                spell = self._inside if expr.is_int else self._beside(expr)
+                values = [spell(arg, LOWEST) for arg in args[1:]]
+                return f"tl.where({self._inside(args[0], LOWEST)}, {', '.join(values)})", ATOM
+            case "and" | "or":
+                sign, binding = ("&", AND) if op == "and" else ("|", OR)
+                return f" {sign} ".join(sorted(self._inside(arg, SUM) for arg in args)), binding
+            case "not" if args[0].op == "eq" and args[0] not in self._shared:
+                return self._relation(args[0], "!="), COMPARISON
+            case "not":
+                return f"~{self._inside(args[0], ATOM)}", UNARY
+            case _ if op in RELATIONS:
+                return self._relation(expr, RELATIONS[op]), COMPARISON
+            case _ if op in BITS:
                 return self._bits(expr)
-            case Wrapped():
-                return self._wrapped(expr), ATOM
-            case Exact():
-                return f"{self._inside(expr.args[0], ATOM)}.to({self._dtype})", ATOM
-            case sympy.Max() | sympy.Min():
-                return self._extreme(expr, integers), ATOM
-            case sympy.Abs():
-                return f"tl.abs({self._inside(expr.args[0], LOWEST)})", ATOM
-            case sympy.sign():
-                return self._sign(expr.args[0], integers), ATOM
-            case Where():
-                keep = self._inside(expr.args[0], LOWEST)
-                values = [self._operand(arg, LOWEST, integers) for arg in expr.args[1:]]
-                return f"tl.where({keep}, {', '.join(values)})", ATOM
-            case sympy.And():
-                return " & ".join(sorted(self._inside(arg, SUM) for arg in expr.args)), AND
-            case sympy.Or():
-                return " | ".join(sorted(self._inside(arg, SUM) for arg in expr.args)), OR
-            case sympy.Not():
-                return f"~{self._inside(expr.args[0], ATOM)}", UNARY
-            case _ if expr in (sympy.true, sympy.false):
-                return str(expr), ATOM
-            case Ordered() if expr.holds_for_nan:
-                return f"~{self._inside(expr.negated, ATOM)}", UNARY
-            case Relational():
-                return self._relation(expr), COMPARISON
             case _:
                 return self._function(expr)
 
-    def _wrapped(self, expr: Wrapped) -> str:
-        """Return the source of a narrow integer, in 32 bits."""
-        narrow = f"{self._int(expr.args[0], ATOM)}.to(tl.{expr.element})"
-        return narrow if expr.element == "int32" else f"{narrow}.to(tl.int32)"
+    def _cast(self, expr: Expr) -> str:
+        """Return the source of a number in another dtype; narrow integers are held in 32 bits."""
+        converted = f"{self._inside(expr.args[0], ATOM)}.to(tl.{expr.dtype})"
+        return (
+            f"{converted}.to(tl.int32)" if expr.dtype in ("int8", "uint8", "int16") else converted
+        )
 
-    def _relation(self, expr: Relational) -> str:
-        both = all(map(is_int, expr.args))
-        outer = self._double
-        self._double = outer or reads(expr, self.loads.doubles)
-        sides = [self._operand(arg, OR, both) for arg in expr.args]
-        self._double = outer
-        relation = expr.relation if isinstance(expr, Ordered) else type(expr)
-        return f" {_RELATIONS[relation]} ".join(sides)
+    def _relation(self, expr: Expr, sign: str) -> str:
+        spell = self._inside if expr.args[0].is_int else self._beside(expr)
+        return f" {sign} ".join(spell(arg, OR) for arg in expr.args)
 
-    def _load(self, expr: Lookup) -> str:
+    def _load(self, expr: Expr) -> str:
         indices: list[str] = []
-        for arg in expr.args[1:]:
-            source = self._int(arg, LOWEST)
+        for arg in expr.args:
+            source = self._inside(arg, LOWEST)
             indices.append(source if source.isdigit() else self.name(source))
-        natural = [self._sizes.is_natural(arg) for arg in expr.args[1:]]
+        natural = [self._sizes.is_natural(arg) for arg in expr.args]
         name, statements = self.loads.load(expr, indices, natural)
         self.statements += statements
         return name
 
-    def _product(self, expr: sympy.Mul, integers: bool) -> tuple[str, int]:
-        coefficient, times, over = factors(expr)
+    def _product(self, expr: Expr) -> tuple[str, int]:
+        coefficient, rest = as_coefficient(expr)
         spell = self._speller(expr)
-        if over and all(map(is_int, times)):  # `div_rn` takes floats alone
-            spell = self._float
-        above = sorted(spell(factor, UNARY) for factor in times)
-        below = sorted(self._float(factor, UNARY) for factor in over)
-        size = abs(coefficient)
-        if size != 1 or not above:
-            above.insert(0, str(size) if integers else self._literal(size))
-        text = ("-" if coefficient < 0 else "") + " * ".join(above)
-        if not below:
-            return text, PRODUCT
-        return self._quotient(text, " * ".join(below))
+        parts = rest.args if rest.op == "mul" else (rest,)
+        factors = sorted(spell(factor, UNARY) for factor in parts)
+        if abs(coefficient) != 1:
+            factors.insert(0, str(abs(coefficient)))
+        return ("-" if coefficient < 0 else "") + " * ".join(factors), PRODUCT
 
-    def _quotient(self, above: str, below: str) -> tuple[str, int]:
+    def _float_product(self, expr: Expr) -> tuple[str, int]:
+        spell = self._beside(expr)
+        left, right = expr.args
+        if left.is_const or left.op == "mul":
+            return f"{spell(left, PRODUCT)} * {spell(right, UNARY)}", PRODUCT
+        return " * ".join(sorted(spell(arg, UNARY) for arg in expr.args)), PRODUCT
+
+    def _quotient(self, above: str, below: str, dtype: str = "float32") -> tuple[str, int]:
         """Return a quotient of floats, which Triton's `/` may round wrongly."""
-        if self._precise and not self._double:
+        if self._precise and dtype == "float32":
             return f"tl.div_rn({above}, {below})", ATOM
         return f"{above} / {below if below.isidentifier() else f'({below})'}", PRODUCT
 
-    def _root(self, source: str) -> str:
-        exactly = self._precise and not self._double
-        return f"tl.sqrt_rn({source})" if exactly else f"tl.sqrt({source})"
-
-    def _power(self, expr: sympy.Pow) -> tuple[str, int]:
+    def _general_power(self, expr: Expr) -> str:
         base, exponent = expr.args
-        if exponent.is_Rational and exponent < 0:
-            return self._quotient("1.0", self._float(sympy.Pow(base, -exponent)))
-        if exponent.is_Integer:
-            base = self.name(self._speller(expr)(base, LOWEST))
-            return self._repeated(base, int(exponent)), PRODUCT
-        if exponent == sympy.Rational(1, 2):
-            return self._root(self._float(base)), ATOM
-        if exponent.is_Rational and exponent.q == 2:
-            value = self.name(self._float(base))
-            root = self.name(self._root(value))
-            return f"{self._repeated(value, int(exponent))} * {root}", PRODUCT
-        if base.is_Number:
-            scale = sympy.Float(float(sympy.log(base, 2)))
-            scaled = exponent if scale == 1 else scale * exponent
-            return f"tl.exp2({self._float(scaled)})", ATOM
-        return f"tl.exp({self._float(exponent, UNARY)} * tl.log({self._float(base)}))", ATOM
+        if base.is_const:
+            scale = algebra.const(math.log2(base.value), expr.dtype)
+            return f"tl.exp2({self._inside(algebra.multiply(scale, exponent), LOWEST)})"
+        return f"tl.exp({self._inside(exponent, UNARY)} * tl.log({self._inside(base, LOWEST)}))"
 
     def _repeated(self, value: str, times: int) -> str:
         """Return the product of a named value with itself, by squaring."""
@@ -311,20 +268,20 @@ class Writer:
                 return f"{value} * {value}"
             value = self.name(f"{value} * {value}")
 
-    def _divisor(self, expr: sympy.Expr) -> str:
+    def _divisor(self, expr: Expr) -> str:
         """Return a divisor, with 1 for 0, by which nothing can be divided."""
         low, high = self._sizes.bounds(expr)
-        source = self._int(expr, UNARY)
-        if low > 0 or high < 0 or expr.is_positive:
+        source = self._inside(expr, UNARY)
+        if low > 0 or high < 0 or self._sizes.is_positive(expr):
             return source
         value = self.name(source)
         return self.name(f"tl.where({value} == 0, 1, {value})")
 
-    def _remainder(self, left: sympy.Expr, right: sympy.Expr) -> tuple[str, int]:
+    def _remainder(self, left: Expr, right: Expr) -> tuple[str, int]:
         """Return a remainder with the sign of the right operand; Triton's `%` has that of the left
         one."""
         divisor = self._divisor(right)
-        whole = f"{self._int(left, UNARY)} % {divisor}"
+        whole = f"{self._inside(left, UNARY)} % {divisor}"
         if self._sizes.is_natural(left) and self._sizes.is_positive(right):
             return whole, PRODUCT
         rest = self.name(whole)
@@ -333,64 +290,75 @@ class Writer:
         wrong = f"({rest} != 0) & (({rest} < 0) != ({divisor} < 0))"
         return f"tl.where({wrong}, {rest} + {divisor}, {rest})", ATOM
 
-    def _floor_divide(self, left: sympy.Expr, right: sympy.Expr) -> str:
+    def _floor_divide(self, left: Expr, right: Expr) -> str:
         """Return a quotient rounded down; Triton's `//` rounds towards zero."""
         divisor = self._divisor(right)
         if self._sizes.is_natural(left) and self._sizes.is_positive(right):
-            return f"{self._int(left, UNARY)} // {divisor}"
+            return f"{self._inside(left, UNARY)} // {divisor}"
         rest = self.name(self._remainder(left, right)[0])
-        return f"({self._int(left, SUM)} - {rest}) // {divisor}"
+        return f"({self._inside(left, SUM)} - {rest}) // {divisor}"
 
-    def _bits(self, expr: Bits) -> tuple[str, int]:
-        spell = self._speller(expr)
+    def _bits(self, expr: Expr) -> tuple[str, int]:
+        spell, sign = self._speller(expr), BITS[expr.op]
         value, shift = expr.args
-        if not isinstance(expr, ShiftLeft | ShiftRight):
-            return f"{spell(value, ATOM)} {expr.sign} {spell(shift, ATOM)}", OR
+        if expr.op not in ("shl", "shr"):
+            return f"{spell(value, ATOM)} {sign} {spell(shift, ATOM)}", OR
         most = 31 if not self._sizes.is_wide(expr) else MAX_SHIFT
         low, high = self._sizes.bounds(shift)
         amount = spell(shift, ATOM)
         if low >= 0 and high <= most:
-            return f"{spell(value, ATOM)} {expr.sign} {amount}", OR
+            return f"{spell(value, ATOM)} {sign} {amount}", OR
         amount = self.name(amount)
         inside = f"({amount} >= 0) & ({amount} <= {most})"
         amount = f"tl.where({inside}, {amount}, {most})"
-        shifted = f"{spell(value, ATOM)} {expr.sign} {amount}"
-        if isinstance(expr, ShiftRight):
+        shifted = f"{spell(value, ATOM)} {sign} {amount}"
+        if expr.op == "shr":
             return shifted, OR
         return f"tl.where({inside}, {shifted}, 0)", ATOM
 
-    def _extreme(self, expr: sympy.Max | sympy.Min, integers: bool) -> str:
-        name = "tl.maximum" if isinstance(expr, sympy.Max) else "tl.minimum"
-        values = sorted(self._operand(arg, LOWEST, integers) for arg in expr.args)
+    def _extreme(self, expr: Expr) -> str:
+        spell = self._inside if expr.is_int else self._beside(expr)
+        values = sorted(spell(arg, LOWEST) for arg in expr.args)
         # As in PyTorch, what is not a number wins.
-        nan = "" if integers else ", tl.PropagateNan.ALL"
+        nan = "" if expr.is_int else ", tl.PropagateNan.ALL"
+        name = f"tl.{expr.op}imum"
         return reduce(lambda left, right: f"{name}({left}, {right}{nan})", values)
 
-    def _sign(self, arg: sympy.Expr, integers: bool) -> str:
-        value = self.name(self._inside(arg, LOWEST))
-        one, zero = ("1", "0") if integers else ("1.0", "0.0")
+    def _sign(self, expr: Expr) -> str:
+        value = self.name(self._inside(expr.args[0], LOWEST))
+        one, zero = ("1", "0") if expr.is_int else ("1.0", "0.0")
         return f"tl.where({value} > 0, {one}, tl.where({value} < 0, -{one}, {zero}))"
 
-    def _function(self, expr: Any) -> tuple[str, int]:
-        source = self._float(expr.args[0])
-        match expr:
-            case sympy.tanh():
+    def _function(self, expr: Expr) -> tuple[str, int]:
+        source = self._inside(expr.args[0], LOWEST)
+        match expr.op:
+            case "tanh":
                 return tanh(self.name, source, precise=self._precise), ATOM
-            case Sigmoid():
-                below = f"1.0 + tl.exp({self._float(-expr.args[0])})"
-                return self._quotient("1.0", below)
-            case Log1p():
+            case "sigmoid":
+                below = f"1.0 + tl.exp({self._inside(algebra.negative(expr.args[0]), LOWEST)})"
+                return self._quotient("1.0", below, expr.dtype)
+            case "log1p":
                 return log1p(self.name, source, self._quotient, precise=self._precise), ATOM
-            case _ if type(expr) in (*ELEMENTARY.values(), sympy.floor):
-                return f"tl.{type(expr).__name__}({source})", ATOM
+            case "sqrt":
+                exactly = self._precise and expr.dtype == "float32"
+                return f"tl.sqrt_rn({source})" if exactly else f"tl.sqrt({source})", ATOM
+            case op if op in (*ELEMENTARY, "floor"):
+                return f"tl.{op}({source})", ATOM
             case _:
                 raise Unsupported(f"expected a function that kernels compute, got the term {expr}")
 
-    def _literal(self, value: sympy.Number) -> str:
-        """Return a number as a literal; Triton makes a double of one that fp32 cannot hold."""
-        number = float(value)
-        if self._double:
-            return repr(number) if math.isfinite(number) else f'float("{number}")'
-        if abs(number) > FP32_MAX:
-            return 'float("inf")' if number > 0 else '-float("inf")'
-        return repr(number if abs(number) >= FP32_TINY else 0.0)
+    def _literal(self, number: Expr) -> str:
+        """Return a float as a literal; Triton makes a double of one that fp32 cannot hold."""
+        value = float(number.value)
+        if math.isnan(value):
+            return 'float("nan")'
+        if number.dtype == "float64" and math.isfinite(value):
+            return repr(value)
+        if abs(value) > FP32_MAX:
+            return 'float("inf")' if value > 0 else '-float("inf")'
+        return repr(value if abs(value) >= FP32_TINY else 0.0)
+
+
+def _is_converted(expr: Expr) -> bool:
+    """Return whether a float is an integer that was converted."""
+    return expr.op == "cast" and expr.args[0].is_int

@@ -12,35 +12,26 @@ from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any
 
-import sympy
 import torch
 
+from tilegen.masks.language.elements import BOUNDS
 from tilegen.masks.language.evaluation import (
     Domain,
     Walk,
+    bits_of,
+    clamp_max,
+    clamp_min,
     floor_divide,
-    maximum,
-    minimum,
     nonzero,
     power,
     read,
     wrapped,
 )
+from tilegen.masks.language.expr import Expr
 from tilegen.masks.language.extremes import BoxExtremes
-from tilegen.masks.language.integers import FloorDiv
-from tilegen.masks.language.nodes import (
-    ELEMENTARY,
-    MAX_SHIFT,
-    Bits,
-    BitXor,
-    ShiftLeft,
-    ShiftRight,
-    Where,
-)
-from tilegen.masks.language.widths import Wrapped
-
-LARGEST = 2**62
-"""Largest integer that is bounded: beyond it sums and products may wrap around."""
+from tilegen.masks.language.functions import ELEMENTARY
+from tilegen.masks.language.integers import MAX_SHIFT
+from tilegen.masks.language.limits import LARGEST
 
 Tables = dict[tuple[int, tuple[int, ...]], BoxExtremes]
 """Extremes of captured tensors by the identity of the tensor and by dimensions; all evaluations of
@@ -76,7 +67,7 @@ class Verdict:
 
 def tile_bounds(
     captured: Sequence[torch.Tensor],
-    values: Mapping[sympy.Symbol, Interval],
+    values: Mapping[Expr, Interval],
     device: torch.device,
     tables: Tables,
 ) -> Walk:
@@ -99,7 +90,7 @@ def whole(value: Interval) -> Interval:
     """Return the integers that numbers are rounded to."""
     if not value.is_single:  # what is not a number may become any integer
         value = Interval(value.lo.nan_to_num(-LARGEST), value.hi.nan_to_num(LARGEST))
-    return _increasing(lambda end: end.clamp(-LARGEST, LARGEST).long(), value)
+    return _increasing(lambda end: end.double().clamp(-LARGEST, LARGEST).long(), value)
 
 
 def _add(left: Interval, right: Interval) -> Interval:
@@ -145,11 +136,11 @@ def _remainder(left: Interval, right: Interval) -> Interval:
     return _where(multiples[0] == multiples[1], between, anything)
 
 
-def _bits(operation: type[Bits], left: Interval, right: Interval) -> Interval:
-    compute = operation.of
+def _bits(operation: str, left: Interval, right: Interval) -> Interval:
+    compute = partial(bits_of, operation)
     if left.is_single and right.is_single:
         return _single(compute(left.lo, right.lo))
-    if operation in (ShiftLeft, ShiftRight):
+    if operation in ("shl", "shr"):
         shifts = [end.clamp(0, MAX_SHIFT) for end in right.ends]
         ends = [compute(a, b) for a in left.ends for b in shifts]
         # Shifts beyond either end, and the largest, clear the bits or leave the sign.
@@ -157,14 +148,14 @@ def _bits(operation: type[Bits], left: Interval, right: Interval) -> Interval:
         most = torch.full_like(right.lo, MAX_SHIFT + 1)
         last = [torch.where(beyond, compute(a, most), ends[0]) for a in left.ends]
         found = _hull(ends + last)
-        if operation is ShiftRight:
+        if operation == "shr":
             return found
         return _unless_wrapped(found, _size(left) * 2.0 ** _size(_hull(shifts)))
     # Above the highest bit in which its ends differ, all values of an interval are the same.
     open_left, open_right = (_ones(end.lo ^ end.hi) for end in (left, right))
     least = compute(left.lo & ~open_left, right.lo & ~open_right)
     most = compute(left.lo | open_left, right.lo | open_right)
-    if operation is BitXor:
+    if operation == "bitxor":
         unknown = open_left | open_right
         least = compute(left.lo, right.lo) & ~unknown
         most = least | unknown
@@ -175,11 +166,12 @@ def _bits(operation: type[Bits], left: Interval, right: Interval) -> Interval:
     return _where((least >= 0) & (most < 0), either, Interval(least, most))
 
 
-def _wrapped(kind: type[Wrapped], value: Interval) -> Interval:
+def _wrapped(dtype: str, value: Interval) -> Interval:
     if value.is_single:
-        return _single(wrapped(kind, value.lo))
-    fits = (value.lo >= kind.low) & (value.hi <= kind.high)
-    ends = (torch.full_like(value.lo, end) for end in (kind.low, kind.high))
+        return _single(wrapped(dtype, value.lo))
+    low, high = BOUNDS[dtype]
+    fits = (value.lo >= low) & (value.hi <= high)
+    ends = (torch.full_like(value.lo, end) for end in (low, high))
     return _where(fits, value, Interval(*ends))
 
 
@@ -300,30 +292,50 @@ def intervals(tables: Tables) -> Domain:
     return {**_INTERVALS, "read": partial(_read, tables)}
 
 
+def _cast(value: Interval, dtype: torch.dtype) -> Interval:
+    if dtype == torch.int64:
+        return whole(value)
+    return _increasing(lambda end: end.to(dtype), value)
+
+
+def _sign(value: Interval) -> Interval:
+    if value.is_single:
+        return _single(value.lo.sign())
+    # The sign of NaN is 0, and that of an end that may be NaN is any.
+    lo, hi = value.lo.sign(), value.hi.sign()
+    return Interval(lo.masked_fill(value.lo.isnan(), -1), hi.masked_fill(value.hi.isnan(), 1))
+
+
+def _negative(value: Interval) -> Interval:
+    return _single(-value.lo) if value.is_single else Interval(-value.hi, -value.lo)
+
+
 _INTERVALS: Domain = {
     "constant": _constant,
-    "real": lambda value, dtype: _increasing(lambda end: end.to(dtype), value),
-    "whole": whole,
-    "divide": _divide,
+    "cast": _cast,
+    "wrap": _wrapped,
+    "bits": _bits,
+    **dict.fromkeys(("pow", *ELEMENTARY), _unknown),
+    "add": _add,
+    "neg": _negative,
+    "mul": _mul,
+    "div": _divide,
     "power": _power,
-    "root": _root,
-    **dict.fromkeys((sympy.Pow, *ELEMENTARY.values()), _unknown),
-    sympy.Add: _add,
-    sympy.Mul: _mul,
-    FloorDiv: _floor_divide,
-    sympy.Mod: _remainder,
-    Bits: _bits,
-    Wrapped: _wrapped,
-    sympy.Max: partial(_increasing, maximum),
-    sympy.Min: partial(_increasing, minimum),
-    sympy.Abs: _abs,
-    sympy.sign: partial(_increasing, torch.sign),
-    sympy.floor: partial(_increasing, torch.floor),
-    Where: _choice,
-    sympy.And: lambda a, b: Verdict(a.always & b.always, a.never | b.never),
-    sympy.Or: lambda a, b: Verdict(a.always | b.always, a.never & b.never),
-    sympy.Not: lambda a: Verdict(a.never, a.always),
-    sympy.Lt: lambda a, b: Verdict(a.hi < b.lo, a.lo >= b.hi),
-    sympy.Le: lambda a, b: Verdict(a.hi <= b.lo, a.lo > b.hi),
-    sympy.Eq: lambda a, b: Verdict((a.lo == b.hi) & (a.hi == b.lo), (a.hi < b.lo) | (a.lo > b.hi)),
+    "sqrt": _root,
+    "floordiv": _floor_divide,
+    "mod": _remainder,
+    "max": partial(_increasing, torch.maximum),
+    "min": partial(_increasing, torch.minimum),
+    "clamp_min": partial(_increasing, clamp_min),
+    "clamp_max": partial(_increasing, clamp_max),
+    "abs": _abs,
+    "sign": _sign,
+    "floor": partial(_increasing, torch.floor),
+    "where": _choice,
+    "and": lambda a, b: Verdict(a.always & b.always, a.never | b.never),
+    "or": lambda a, b: Verdict(a.always | b.always, a.never & b.never),
+    "not": lambda a: Verdict(a.never, a.always),
+    "lt": lambda a, b: Verdict(a.hi < b.lo, a.lo >= b.hi),
+    "le": lambda a, b: Verdict(a.hi <= b.lo, a.lo > b.hi),
+    "eq": lambda a, b: Verdict((a.lo == b.hi) & (a.hi == b.lo), (a.hi < b.lo) | (a.lo > b.hi)),
 }

@@ -19,26 +19,42 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
-
-import sympy
-from sympy.core.relational import Relational
-from sympy.logic.boolalg import Boolean, to_dnf
+from itertools import product
 
 from tilegen.errors import Unsupported
-from tilegen.masks.language.integers import exact, is_int
-from tilegen.masks.language.symbols import (
+from tilegen.masks.language.algebra import (
+    add,
+    at_most,
+    both,
+    conjuncts,
+    either,
+    floor_divide,
+    less,
+    maximum,
+    minimum,
+    multiply,
+    negative,
+    opposite,
+    subtract,
+)
+from tilegen.masks.language.expr import (
+    FALSE,
     FIRST,
     LAST,
     SEQLEN_KV,
     SEQLEN_Q,
+    TRUE,
+    ZERO,
     B,
+    Expr,
     H,
     K,
-    Lookup,
     Q,
-    captured_name,
+    slot_of,
 )
+from tilegen.masks.language.integers import combined, linear
+from tilegen.masks.language.limits import limits
+from tilegen.masks.language.rewriting import made, replaced
 from tilegen.masks.mask import Mask, Side
 from tilegen.masks.pairs import AT, named
 from tilegen.masks.remembered import by_mask
@@ -58,19 +74,32 @@ masks with more go to lists."""
 
 @dataclass(frozen=True)
 class Interval:
-    """Half-open range [lo, hi) of a streamed index; expressions in FIRST, LAST and the lengths, or
-    infinite."""
+    """Half-open range [lo, hi) of a streamed index: expressions in FIRST, LAST and the lengths, or
+    None where the range has no end."""
 
-    lo: sympy.Expr
-    hi: sympy.Expr
-    guards: tuple[sympy.Expr, ...] = ()
+    lo: Expr | None
+    hi: Expr | None
+    guards: tuple[Expr, ...] = ()
     """Expressions that must all be >= 0, else the interval is empty: two bottom-right masks may
     never meet."""
 
     @property
-    def nonempty(self) -> Boolean:
+    def nonempty(self) -> Expr:
         """The condition under which the interval holds anything."""
-        return sympy.And(sympy.Lt(self.lo, self.hi), *(sympy.Ge(guard, 0) for guard in self.guards))
+        holds = TRUE if self.lo is None or self.hi is None else less(self.lo, self.hi)
+        return both(holds, *(at_most(0, guard) for guard in self.guards))
+
+    @property
+    def ends(self) -> tuple[Expr, Expr]:
+        """Both ends of an interval that has two."""
+        assert self.lo is not None
+        assert self.hi is not None
+        return self.lo, self.hi
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether the interval has two ends."""
+        return self.lo is not None and self.hi is not None
 
 
 @dataclass(frozen=True)
@@ -81,55 +110,60 @@ class StreamSets:
 
     live: tuple[Interval, ...]
     dropped: tuple[Interval, ...]
-    length: sympy.Symbol
+    length: Expr
     """The number of streamed indices: a length of the call."""
 
     @property
-    def bounds(self) -> list[sympy.Expr]:
+    def bounds(self) -> list[Expr]:
         """The expressions that bound the intervals."""
         intervals = (*self.live, *self.dropped)
-        return [bound for one in intervals for bound in (one.lo, one.hi, *one.guards)]
+        ends = [end for one in intervals for end in (one.lo, one.hi, *one.guards)]
+        return [end for end in ends if end is not None]
 
     @property
     def is_short(self) -> bool:
         """Whether a kernel can visit the intervals one after the other."""
         return all(
-            sum(not (one.lo.is_infinite or one.hi.is_infinite) for one in part) <= MAX_RANGES
-            for part in (self.live, self.dropped)
+            sum(one.is_bounded for one in part) <= MAX_RANGES for part in (self.live, self.dropped)
         )
 
     @cached_property
     def full(self) -> Interval | None:
         """The indices that are kept for all of the tile, where these and the live ones are one
         interval each."""
-        lo: list[sympy.Expr] = []
-        hi: list[sympy.Expr] = [self.length]
+        lo: list[Expr] = []
+        hi: list[Expr] = [self.length]
         for one in self.dropped:
-            if one.lo.is_infinite and one.hi.is_infinite and not one.guards:
-                hi.append(sympy.S.Zero)  # nothing is kept for certain
+            if one.lo is None and one.hi is None and not one.guards:
+                hi.append(ZERO)  # nothing is kept for certain
                 continue
-            (lo if one.lo.is_infinite else hi).append(one.hi if one.lo.is_infinite else one.lo)
-            if one.guards or not (one.lo.is_infinite or one.hi.is_infinite):
+            if one.guards or one.is_bounded:
+                return None
+            if one.hi is not None:
+                lo.append(one.hi)
+            elif one.lo is not None:
+                hi.append(one.lo)
+            else:
                 return None
         if len(self.live) != 1:
             return None
-        return Interval(sympy.Max(*lo) if lo else sympy.S.NegativeInfinity, sympy.Min(*hi))
+        return Interval(maximum(*lo) if lo else None, minimum(*hi))
 
 
-def edges(interval: Interval, length: sympy.Expr | None = None) -> Edges:
+def edges(interval: Interval, length: Expr | None = None) -> Edges:
     """Return the edges of an interval, as expressions. A live one is unbounded where it touches an
     end of the `length` indices."""
-    live = length is not None
-    lo = None if interval.lo.is_infinite or (live and interval.lo == 0) else interval.lo
-    hi = None if interval.hi.is_infinite or (live and interval.hi == length) else interval.hi
+    is_live = length is not None
+    lo = None if is_live and interval.lo is ZERO else interval.lo
+    hi = None if is_live and interval.hi is length else interval.hi
     nonempty = interval.nonempty
-    return Edges(lo, hi, None if nonempty == True else nonempty)  # noqa: E712 - SymPy's true
+    return Edges(lo, hi, None if nonempty is TRUE else nonempty)
 
 
 @by_mask(256)
-def depends_on(mask: Mask) -> frozenset[sympy.Symbol]:
+def depends_on(mask: Mask) -> frozenset[Expr]:
     """Return which of B and H the predicate depends on."""
-    return frozenset(mask.predicate().free_symbols & {B, H})
+    return mask.predicate().free & {B, H}
 
 
 def stream_sets(mask: Mask, side: Side) -> StreamSets:
@@ -137,10 +171,10 @@ def stream_sets(mask: Mask, side: Side) -> StreamSets:
 
     Raises Unsupported for what is not a combination of affine comparisons, naming the term.
     """
-    found = _solved(mask, side)
-    if isinstance(found, str):
-        raise Unsupported(found)
-    return found
+    solved = _solved(mask, side)
+    if isinstance(solved, str):
+        raise Unsupported(solved)
+    return solved
 
 
 @by_mask(512)
@@ -155,236 +189,215 @@ def _solved(mask: Mask, side: Side) -> StreamSets | str:
 def _solve_sets(mask: Mask, side: Side) -> StreamSets:
     stationary, streamed, length = (Q, K, SEQLEN_KV) if side == "rows" else (K, Q, SEQLEN_Q)
     most, sure = (named(mask.values, one) for one in mask.for_side(side).enclosing(AT))
-    rising = {captured_name(slot, "bool") for slot, value in enumerate(mask.values) if value.rising}
+    rising = {slot for slot, value in enumerate(mask.values) if value.rising}
     inside = [streamed, length - 1 - streamed]
 
-    def solved(conjunction: list[sympy.Expr]) -> Interval:
+    def solved(conjunction: list[Expr]) -> Interval:
         return _solve(_eliminate(conjunction, stationary, rising), streamed)
 
-    def sets(most: Boolean, sure: Boolean) -> StreamSets:
+    def sets(most: Expr, sure: Expr) -> StreamSets:
         live = [solved([*one, *inside]) for one in _disjunctive_normal_form(most)]
-        dropped = [solved(one) for one in _disjunctive_normal_form(sympy.Not(sure))]
-        for edge in (edge for one in (*live, *dropped) for edge in (one.lo, one.hi)):
-            if not edge.is_infinite and not is_int(exact(edge)):
-                raise Unsupported(f"expected bounds that are computed in integers, got {edge}")
+        dropped = [solved(one) for one in _disjunctive_normal_form(opposite(sure))]
         return StreamSets(_some(live), _some(dropped), length)
 
     return _enclosing(most, sure, sets) if isinstance(mask, Unlisted) else sets(most, sure)
 
 
-def _enclosing(
-    most: Boolean, sure: Boolean, sets: Callable[[Boolean, Boolean], StreamSets]
-) -> StreamSets:
+def _enclosing(most: Expr, sure: Expr, sets: Callable[[Expr, Expr], StreamSets]) -> StreamSets:
     """Return the sets of the conditions without the terms that have no closed form: of one that
     holds wherever `most` does, and of one that holds only where `sure` does."""
 
-    def is_short(*conditions: Boolean) -> bool:
+    def is_short(*conditions: Expr) -> bool:
         try:
             return sets(*conditions).is_short
         except Unsupported:
             return False
 
-    def without(terms: Boolean, other: Boolean) -> Boolean:
-        if isinstance(terms, sympy.And | sympy.Or):
-            return terms.func(*(without(one, other) for one in terms.args))
+    def without(terms: Expr, other: Expr) -> Expr:
+        if terms.op in ("and", "or"):
+            return made(terms, tuple(without(one, other) for one in terms.args))
         return terms if is_short(terms, terms) else other
 
-    weaker, stronger = (
-        without(sympy.to_nnf(one, simplify=False), other)
-        for one, other in ((most, sympy.true), (sure, sympy.false))
-    )
-    return sets(weaker, stronger) if is_short(weaker, stronger) else sets(sympy.true, sympy.false)
+    weaker, stronger = without(_normal(most), TRUE), without(_normal(sure), FALSE)
+    return sets(weaker, stronger) if is_short(weaker, stronger) else sets(TRUE, FALSE)
+
+
+def _normal(keep: Expr) -> Expr:
+    """Return an equal condition in which comparisons alone are negated."""
+    inner = keep.args[0] if keep.op == "not" else keep
+    if inner.op not in ("and", "or"):
+        return keep
+    if keep.op != "not":
+        return made(keep, tuple(map(_normal, keep.args)))
+    join = either if inner.op == "and" else both
+    return join(*(_normal(opposite(part)) for part in inner.args))
 
 
 def _some(intervals: list[Interval]) -> tuple[Interval, ...]:
-    """Return the intervals that can hold anything and lie in no other one, in an order that SymPy's
-    hashes do not change."""
-    found = [one for one in intervals if one.nonempty != False]  # noqa: E712 - SymPy's false
-    return tuple(outermost(sorted(found, key=str)))
+    """Return the intervals that can hold anything and lie in no other one, in an order that is the
+    same in every process."""
+    possible = [one for one in intervals if one.nonempty is not FALSE]
+    return tuple(outermost(sorted(possible, key=str)))
 
 
-def _disjunctive_normal_form(keep: Boolean) -> list[list[sympy.Expr]]:
+def _disjunctive_normal_form(keep: Expr) -> list[list[Expr]]:
     """Return conjunctions of integer expressions, each meaning `expression >= 0`."""
-    _check_terms(keep)
-    keep = keep.replace(lambda node: isinstance(node, Relational), _without_choices)
-    for atom in keep.atoms(Relational):  # before anything is expanded
-        for expression in _at_least_zero(atom):
-            for symbol in (Q, K):  # in integer multiples, look-ups and quotients alone
-                known = [*expression.atoms(Lookup), *_steps(expression, symbol)]
-                _coefficient(expression.xreplace({found: sympy.Dummy() for found in known}), symbol)
+    keep = _in_comparisons(_normal(keep))
     too_many = f"expected a mask of at most {MAX_CONJUNCTIONS} conjunctions, got {keep}"
-    if _conjunctions(keep, True) > MAX_EXPANDED:
+    if _conjunctions(keep) > MAX_EXPANDED:
         raise Unsupported(too_many)
-    normal = to_dnf(keep, simplify=False)
-    if normal == sympy.false:
-        return []
-    if len(sympy.Or.make_args(normal)) > MAX_CONJUNCTIONS:
+    normal = list(dict.fromkeys(one for one in _expanded(keep) if one is not FALSE))
+    if len(normal) > MAX_CONJUNCTIONS:
         raise Unsupported(too_many)
     return [
-        [
-            expression
-            for atom in sympy.And.make_args(conjunction)
-            for expression in _at_least_zero(atom)
-        ]
-        for conjunction in sympy.Or.make_args(normal)
+        [expression for atom in conjuncts(one) for expression in _at_least_zero(atom)]
+        for one in normal
     ]
 
 
-def _conjunctions(keep: Boolean, holds: bool) -> int:
-    """Return how many conjunctions a predicate, or its negation, is expanded to."""
-    match keep:
-        case sympy.Not():
-            return _conjunctions(keep.args[0], not holds)
-        case sympy.And() | sympy.Or():
-            counts = [_conjunctions(part, holds) for part in keep.args]
-            return sum(counts) if isinstance(keep, sympy.Or) == holds else math.prod(counts)
-        case _:
-            return 1
+def _conjunctions(keep: Expr) -> int:
+    """Return how many conjunctions a predicate is expanded to."""
+    if keep.op not in ("and", "or"):
+        return 1
+    counts = [_conjunctions(part) for part in keep.args]
+    return sum(counts) if keep.op == "or" else math.prod(counts)
 
 
-def _check_terms(expression: Any) -> None:
-    """Raise Unsupported, before anything is expanded, for a position in a term that is not
-    linear."""
-    if isinstance(expression, Lookup):
+def _expanded(keep: Expr) -> list[Expr]:
+    if keep.op == "or":
+        return [one for part in keep.args for one in _expanded(part)]
+    if keep.op == "and":
+        return [both(*parts) for parts in product(*map(_expanded, keep.args))]
+    return [] if keep is FALSE else [keep]
+
+
+def _in_comparisons(keep: Expr) -> Expr:
+    """Return a predicate whose comparisons are of affine expressions, without `!=`, absolute
+    values, minima and maxima. Raises Unsupported for any other."""
+    if keep.op in ("and", "or"):
+        return made(keep, tuple(map(_in_comparisons, keep.args)))
+    if keep.is_const:
+        return keep
+    comparison = keep.args[0] if keep.op == "not" else keep
+    if comparison.op not in ("lt", "le", "eq") or not comparison.args[0].is_int:
+        raise Unsupported(f"expected a comparison of affine expressions in a mask, got {keep}")
+    left, right = comparison.args
+    if keep.op == "not":
+        return either(_in_comparisons(less(left, right)), _in_comparisons(less(right, left)))
+    room = subtract(right, left)
+    terms, _ = linear(room)
+    choices = [term for term in terms if term.op in ("abs", "max", "min")]
+    if choices and comparison.op == "eq":
+        return both(_in_comparisons(at_most(left, right)), _in_comparisons(at_most(right, left)))
+    for term in terms:
+        _check_term(term)
+    if not choices:
+        return comparison
+    choice = min(choices, key=lambda term: term.key)
+    factor = terms[choice]
+    rest = subtract(room, multiply(factor, choice))
+    of = (choice.args[0], negative(choice.args[0])) if choice.op == "abs" else choice.args
+    join = either if (choice.op == "min") == (factor < 0) else both
+    least = int(comparison.op == "lt")
+    return join(*(_in_comparisons(at_most(least, add(rest, multiply(factor, one)))) for one in of))
+
+
+def _check_term(term: Expr) -> None:
+    """Raise Unsupported for a position in a term that is not linear."""
+    if term in (Q, K) or term.op == "load" or any(_step(term, one) for one in (Q, K)):
         return
-    if isinstance(expression, sympy.floor) and any(_step(expression, one) for one in (Q, K)):
-        return
-    if not isinstance(expression, _LINEAR) and expression.args and expression.has(Q, K):
-        raise Unsupported(f"expected sums of positions in a mask, got the term {expression}")
-    for part in expression.args:
-        _check_terms(part)
+    if term.op in ("abs", "max", "min"):
+        for arg in term.args:
+            for part in linear(arg)[0]:
+                _check_term(part)
+    elif term.has(Q, K):
+        raise Unsupported(f"expected sums of positions in a mask, got the term {term}")
 
 
-_LINEAR = (sympy.Add, sympy.Mul, sympy.Abs, sympy.Min, sympy.Max, sympy.logic.boolalg.Boolean)
+def _at_least_zero(atom: Expr) -> list[Expr]:
+    left, right = atom.args
+    room = subtract(right, left)
+    if atom.op == "eq":
+        return [room, negative(room)]
+    return [room - 1 if atom.op == "lt" else room]
 
 
-def _without_choices(atom: Boolean) -> Boolean:
-    """Return a comparison as several without `!=`, absolute values, minima and maxima."""
-    both_ways = atom.args, atom.args[::-1]
-    if isinstance(atom, sympy.Ne):  # `<` as an operator would take floors off
-        return sympy.Or(*(_without_choices(sympy.Lt(*sides)) for sides in both_ways))
-    if isinstance(atom, sympy.Eq) and atom.has(sympy.Abs, sympy.Min, sympy.Max):
-        return sympy.And(*(_without_choices(sympy.Le(*sides)) for sides in both_ways))
-    if isinstance(atom, sympy.Eq) or not isinstance(atom, Relational):  # true and false are none
-        return atom
-    [expression] = _at_least_zero(atom)
-    for choice in sympy.expand(expression).atoms(sympy.Abs, sympy.Min, sympy.Max):
-        factor = sympy.expand(expression).coeff(choice)
-        rest = sympy.expand(expression - factor * choice)
-        if not factor.is_Integer or rest.has(choice):
-            continue
-        of = choice.args
-        if isinstance(choice, sympy.Abs):
-            of = (choice.args[0], -choice.args[0])
-        largest = isinstance(choice, sympy.Abs | sympy.Max)
-        join = sympy.Or if largest == bool(factor > 0) else sympy.And
-        return join(*(_without_choices(rest + factor * one >= 0) for one in of))
-    return atom
-
-
-def _at_least_zero(atom: Boolean) -> list[sympy.Expr]:
-    match atom:
-        case sympy.logic.boolalg.BooleanTrue():
-            return []
-        case sympy.Le(args=(low, high)) | sympy.Ge(args=(high, low)):
-            return [_whole(high - low, sympy.floor)]
-        case sympy.Lt(args=(low, high)) | sympy.Gt(args=(high, low)):
-            return [_whole(high - low, sympy.ceiling) - 1]
-        case sympy.Eq(args=(left, right)) if not (left - right).atoms(sympy.Float):
-            return [_whole(left - right, sympy.floor), _whole(right - left, sympy.floor)]
-        case _:
-            raise Unsupported(f"expected a comparison of affine expressions in a mask, got {atom}")
-
-
-def _whole(expression: sympy.Expr, rounded: Callable[[sympy.Expr], sympy.Expr]) -> sympy.Expr:
-    """Return a sum of integers with its constant term rounded to one."""
-    constant, rest = expression.as_coeff_Add()
-    if not rest.is_integer:
-        raise Unsupported(f"expected integers in a mask's comparison, got {expression}")
-    return rest + rounded(constant)
-
-
-def _coefficient(expression: sympy.Expr, symbol: sympy.Symbol) -> tuple[int, sympy.Expr]:
+def _coefficient(expression: Expr, symbol: Expr) -> tuple[int, Expr]:
     """Split `expression` into (integer coefficient of symbol, rest)."""
-    expression = sympy.expand(expression)
-    coefficient = expression.coeff(symbol)
-    rest = expression - coefficient * symbol
-    if not coefficient.is_Integer or symbol in rest.free_symbols:
+    terms, constant = linear(expression)
+    coefficient = terms.pop(symbol, 0)
+    rest = combined(terms, constant)
+    if rest.has(symbol):
         raise Unsupported(
             f"expected an integer multiple of {symbol} in a mask, got the term {expression}"
         )
-    return int(coefficient), rest
+    return coefficient, rest
 
 
-def _eliminate(
-    inequalities: Iterable[sympy.Expr], symbol: sympy.Symbol, rising: set[sympy.Symbol]
-) -> list[sympy.Expr]:
+def _eliminate(inequalities: Iterable[Expr], symbol: Expr, rising: set[int]) -> list[Expr]:
     """Return inequalities without the symbol that hold where some FIRST <= symbol <= LAST satisfies
     all `inequalities` (each >= 0).
 
     Fourier-Motzkin: every lower bound on the symbol must not exceed any upper bound. Look-ups in
     `rising` values count with the largest value that they can add.
     """
-    free: list[sympy.Expr] = []
-    lower: list[tuple[int, sympy.Expr]] = []
-    upper: list[tuple[int, sympy.Expr]] = []
+    free: list[Expr] = []
+    lower: list[tuple[int, Expr]] = []
+    upper: list[tuple[int, Expr]] = []
     for inequality in inequalities:
-        largest = _largest(sympy.expand(inequality), symbol, rising)
-        coefficient, rest = _coefficient(largest, symbol)
+        coefficient, rest = _coefficient(_largest(inequality, symbol, rising), symbol)
         if coefficient == 0:
             free.append(rest)
         else:
             (lower if coefficient > 0 else upper).append((abs(coefficient), rest))
     pairs = [(a, low, b, high) for a, low in lower for b, high in [*upper, (1, LAST)]]
     pairs += [(1, -FIRST, b, high) for b, high in upper]  # FIRST <= LAST holds anyway
-    return free + [sympy.expand(b * low + a * high) for a, low, b, high in pairs]
+    return free + [add(multiply(b, low), multiply(a, high)) for a, low, b, high in pairs]
 
 
-def _steps(expression: sympy.Expr, symbol: sympy.Symbol) -> list[sympy.floor]:
-    """Return the terms `floor(symbol / n)` of a sum."""
-    found = (term.as_coeff_Mul()[1] for term in sympy.Add.make_args(expression))
-    return [one for one in found if isinstance(one, sympy.floor) and _step(one, symbol)]
+def _step(term: Expr, symbol: Expr) -> int:
+    """Return n of `symbol // n`, 0 for any other term."""
+    is_step = term.op == "floordiv" and term.args[0] is symbol and term.args[1].is_const
+    return max(0, term.args[1].value) if is_step else 0
 
 
-def _step(found: sympy.floor, symbol: sympy.Symbol) -> int:
-    """Return n of `floor(symbol / n)`, 0 for any other."""
-    factor = found.args[0] / symbol
-    return int(1 / factor) if factor.is_Rational and factor > 0 and (1 / factor).is_Integer else 0
-
-
-def _largest(expression: sympy.Expr, symbol: sympy.Symbol, rising: set[sympy.Symbol]) -> sympy.Expr:
+def _largest(expression: Expr, symbol: Expr, rising: set[int]) -> Expr:
     """Return `expression` with what rises with `symbol`, look-ups and quotients, replaced by its
     values at the ends of the stationary tile."""
-    for found in [*expression.atoms(Lookup), *_steps(expression, symbol)]:
-        name, *indices = found.args
-        rises = isinstance(found, sympy.floor) or (name in rising and indices[-1] == symbol)
+    terms, constant = linear(expression)
+    parts: list[Expr] = []
+    for term, factor in terms.items():
+        rises = _step(term, symbol) or (
+            term.op == "load" and slot_of(term) in rising and term.args[-1] is symbol
+        )
         if rises:
-            low, high = (found.xreplace({symbol: end}) for end in (FIRST, LAST))
-            negative = expression.coeff(found).is_negative
-            expression = expression.xreplace({found: low if negative else high})
-    return expression
+            term = replaced(term, {symbol: FIRST if factor < 0 else LAST})
+        parts.append(multiply(factor, term))
+    return add(*parts, constant)
 
 
-def _solve(inequalities: Iterable[sympy.Expr], symbol: sympy.Symbol) -> Interval:
+def _solve(inequalities: Iterable[Expr], symbol: Expr) -> Interval:
     """Return the interval of integers `symbol` that satisfies all inequalities (each >= 0)."""
-    lo: list[sympy.Expr] = []
-    hi: list[sympy.Expr] = []
-    guards: list[sympy.Expr] = []
+    lo: list[Expr] = []
+    hi: list[Expr] = []
+    guards: list[Expr] = []
     for inequality in inequalities:
-        n, steps = 1, _steps(inequality, symbol)
-        if steps and not inequality.xreplace({steps[0]: sympy.S.Zero}).has(symbol):
-            n, coefficient = _step(steps[0], symbol), int(inequality.coeff(steps[0]))
-            rest = inequality - coefficient * steps[0]
+        terms, constant = linear(inequality)
+        steps = [term for term in terms if _step(term, symbol)]
+        others = {term: factor for term, factor in terms.items() if term not in steps[:1]}
+        n, rest = 1, combined(others, constant)
+        if steps and not rest.has(symbol):
+            n, coefficient = _step(steps[0], symbol), terms[steps[0]]
         else:
             coefficient, rest = _coefficient(inequality, symbol)
         if coefficient > 0:
-            lo.append(-n * sympy.floor(rest / coefficient))
+            lo.append(multiply(-n, floor_divide(rest, coefficient)))
         elif coefficient < 0:
-            hi.append(n * (sympy.floor(rest / -coefficient) + 1))
-        elif not rest.is_nonnegative:
+            hi.append(multiply(n, add(floor_divide(rest, -coefficient), 1)))
+        elif limits(rest)[0] < 0:
             guards.append(rest)
     return Interval(
-        lo=sympy.Max(*lo) if lo else sympy.S.NegativeInfinity,
-        hi=sympy.Min(*hi) if hi else sympy.S.Infinity,
+        lo=maximum(*lo) if lo else None,
+        hi=minimum(*hi) if hi else None,
         guards=tuple(sorted(guards, key=str)),
     )

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
-import sympy
-
-from tilegen.masks.language.symbols import FIRST, LAST
+from tilegen.masks.language.expr import FIRST, LAST, Expr
+from tilegen.masks.language.limits import limits
+from tilegen.masks.language.rewriting import replaced
 
 
 class Bounded(Protocol):
-    """An interval [lo, hi) that is empty where one of its guards does not hold."""
+    """An interval [lo, hi) that is empty where one of its guards does not hold; None stands for no
+    end."""
 
     @property
-    def lo(self) -> sympy.Expr: ...
+    def lo(self) -> Expr | None: ...
     @property
-    def hi(self) -> sympy.Expr: ...
+    def hi(self) -> Expr | None: ...
     @property
-    def guards(self) -> Iterable[Any]: ...
+    def guards(self) -> Iterable[Expr]: ...
 
 
 T = TypeVar("T", bound=Bounded)
-_SPAN = sympy.Dummy(integer=True, nonnegative=True)
+_SPAN = Expr("symbol", "int64", (), "span")
 """The last stationary index less the first."""
 
 
@@ -37,25 +38,24 @@ def outermost(intervals: Sequence[T]) -> list[T]:
 
 
 def _lies_in(inner: Bounded, outer: Bounded) -> bool:
-    """Whether an interval lies in another interval whatever the tile and the lengths are."""
+    """Return whether an interval lies in another whatever the tile and the lengths are."""
     if not set(outer.guards) <= set(inner.guards):  # the outer may be empty where the inner is not
         return False
-    return is_at_most(outer.lo, inner.lo) and is_at_most(inner.hi, outer.hi)
+    starts = outer.lo is None or (inner.lo is not None and is_at_most(outer.lo, inner.lo))
+    ends = outer.hi is None or (inner.hi is not None and is_at_most(inner.hi, outer.hi))
+    return starts and ends
 
 
-def is_at_most(left: sympy.Expr, right: sympy.Expr) -> bool:
-    """Whether a bound is surely at most another bound; False where that is not known."""
-    if left == right or left == -sympy.oo or right == sympy.oo:
+def is_at_most(left: Expr, right: Expr) -> bool:
+    """Return whether a bound is surely at most another bound; False where that is not known."""
+    if left is right:
         return True
-    if left.is_infinite or right.is_infinite:
-        return False
-    if isinstance(left, sympy.Max):
+    if left.op == "max":
         return all(is_at_most(one, right) for one in left.args)
-    if isinstance(right, sympy.Min):
+    if right.op == "min":
         return all(is_at_most(left, one) for one in right.args)
-    if isinstance(left, sympy.Min) and any(is_at_most(one, right) for one in left.args):
+    if left.op == "min" and any(is_at_most(one, right) for one in left.args):
         return True
-    if isinstance(right, sympy.Max) and any(is_at_most(left, one) for one in right.args):
+    if right.op == "max" and any(is_at_most(left, one) for one in right.args):
         return True
-    difference = sympy.expand((right - left).xreplace({LAST: FIRST + _SPAN}))
-    return difference.is_nonnegative is True
+    return limits(replaced(right - left, {LAST: FIRST + _SPAN}))[0] >= 0

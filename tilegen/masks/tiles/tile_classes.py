@@ -14,13 +14,10 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-import sympy
 import torch
-from sympy.logic.boolalg import Boolean
 
 from tilegen.masks.language.evaluation import points
-from tilegen.masks.language.integers import prepared
-from tilegen.masks.language.symbols import PAIR, B, H
+from tilegen.masks.language.expr import PAIR, B, Expr, H
 from tilegen.masks.language.value_bounds import Interval, Tables, Verdict, tile_bounds
 from tilegen.masks.shapes import TiledShape
 
@@ -52,7 +49,7 @@ class TileClasses:
 
 
 def classify(
-    keep: Boolean, captured: Sequence[torch.Tensor], shape: TiledShape, device: torch.device
+    keep: Expr, captured: Sequence[torch.Tensor], shape: TiledShape, device: torch.device
 ) -> TileClasses:
     """Return the tiles in which `keep` holds for some pair inside both sequences; full are those
     wholly inside in which it holds for all. Raises Unsupported, naming the term."""
@@ -60,10 +57,10 @@ def classify(
     return classifier.run()
 
 
-def distinguished(keep: Boolean, shape: TiledShape) -> TiledShape:
+def distinguished(keep: Expr, shape: TiledShape) -> TiledShape:
     """Return the shape with batch and heads 1 where `keep` does not depend on them."""
-    batch = shape.batch if B in keep.free_symbols else 1
-    heads = shape.heads if H in keep.free_symbols else 1
+    batch = shape.batch if B in keep.free else 1
+    heads = shape.heads if H in keep.free else 1
     return replace(shape, batch=batch, heads=heads)
 
 
@@ -73,12 +70,12 @@ class _Classifier:
 
     def __init__(
         self,
-        keep: Boolean,
+        keep: Expr,
         captured: Sequence[torch.Tensor],
         shape: TiledShape,
         device: torch.device,
     ) -> None:
-        self._keep: Boolean = prepared(keep)
+        self._keep = keep
         self._captured = [tensor.detach().to(device) for tensor in captured]
         self._shape = shape
         self._device = device
@@ -87,7 +84,7 @@ class _Classifier:
         self._open_tiles = 0
         self._evaluated_tiles = 0
         # All subexpressions are held at once, as 64-bit numbers.
-        self._element_bytes = 8 * len(set(sympy.preorder_traversal(self._keep)))
+        self._element_bytes = 8 * len(list(keep.walk()))
 
     def run(self) -> TileClasses:
         """Return the live tiles."""
@@ -215,7 +212,7 @@ class _Classifier:
         kept: torch.Tensor = points(self._captured, values, self._device)(self._keep)
         return kept.expand(torch.broadcast_shapes(q.shape, k.shape))
 
-    def _values(self, batch_head: torch.Tensor, q: Any, k: Any) -> dict[sympy.Symbol, Any]:
+    def _values(self, batch_head: torch.Tensor, q: Any, k: Any) -> dict[Expr, Any]:
         """Return the values of a mask's symbols."""
         shape = self._shape
         lengths = torch.tensor((shape.seqlen_q, shape.seqlen_kv), device=self._device)

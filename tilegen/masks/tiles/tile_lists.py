@@ -15,11 +15,10 @@ from weakref import ref
 
 import torch
 from cachetools import LRUCache
-from sympy.logic.boolalg import Boolean
 
-from tilegen import sympy_lock
 from tilegen.disk import say_once
 from tilegen.errors import Unsupported
+from tilegen.masks.language.expr import Expr
 from tilegen.masks.mask import Side
 from tilegen.masks.shapes import TiledShape
 from tilegen.masks.tiles.tile_classes import TileClasses, classify, distinguished
@@ -70,7 +69,7 @@ class TileLists:
 
 
 def build(
-    keep: Boolean,
+    keep: Expr,
     captured: Sequence[torch.Tensor],
     shape: TiledShape,
     *,
@@ -79,8 +78,8 @@ def build(
 ) -> TileLists:
     """Return the lists of one side.
 
-    `keep` is a predicate in the symbols of `symbols`; `captured[i]` is what `Lookup(t<i>, ...)`
-    reads. Raises Unsupported for a term that has no meaning here, naming it.
+    `keep` is a predicate; `captured[i]` is what t<i> names in it. Raises Unsupported for a term
+    that has no meaning here, naming it.
     """
     return lists_of(classify(keep, captured, shape, torch.device(device)), side)
 
@@ -144,7 +143,7 @@ class ListCache:
 
     def get(
         self,
-        keep: Boolean,
+        keep: Expr,
         captured: Sequence[torch.Tensor],
         shape: TiledShape,
         *,
@@ -176,8 +175,7 @@ class ListCache:
                         "call once before"
                     )
                 states = tuple(map(_state, sources))
-                with sympy_lock.lock:
-                    lists = build(keep, captured, shape, device=device, side=side)
+                lists = build(keep, captured, shape, device=device, side=side)
                 if allocates_from_pools(device):
                     lists = outside_of_pools(lists)
                 entry.lists, entry.states = lists, states  # together: a build may fail

@@ -17,17 +17,7 @@ from tilegen.errors import Unsupported
 from tilegen.kernels.config import BLOCK_SIZES
 from tilegen.masks.expression_mask import typical
 from tilegen.masks.language.evaluation import points
-from tilegen.masks.language.integers import exact
-from tilegen.masks.language.symbols import (
-    FIRST,
-    LAST,
-    SEQLEN_KV,
-    SEQLEN_Q,
-    B,
-    H,
-    Lookup,
-    slot_of,
-)
+from tilegen.masks.language.expr import FIRST, LAST, SEQLEN_KV, SEQLEN_Q, B, H, captured_slots
 from tilegen.masks.mask import Mask, Side, SlidingWindow
 from tilegen.masks.remembered import by_mask
 from tilegen.masks.shapes import Shape, TiledShape
@@ -218,7 +208,7 @@ def _solved(mask: Mask, side: Side) -> tuple[Mask, tuple[Values, ...]]:
 
 
 def _with_scalars(mask: Mask) -> Mask:
-    """Return a mask that reads the sides of its windows: SymPy solves it once for all widths."""
+    """Return a mask that reads the sides of its windows, which is solved once for all widths."""
     if not isinstance(mask, SlidingWindow):
         return mask.with_parts(_with_scalars)
 
@@ -232,15 +222,14 @@ def _with_scalars(mask: Mask) -> Mask:
 def _read(mask: Mask, side: Side) -> frozenset[int]:
     """Return the slots of the values that decide which tiles are visited. Raises Unsupported."""
     bounds = stream_sets(mask, side).bounds
-    return frozenset(slot_of(found) for one in bounds for found in one.atoms(Lookup))
+    return frozenset(slot for one in bounds for slot in captured_slots(one))
 
 
 @by_mask(512)
 def _intervals(mask: Mask, side: Side) -> tuple[list[Edges], list[Edges]]:
     """Return the edges of the live and of the dropped intervals, as they are computed."""
     sets = stream_sets(mask, side)
-    live = [edges(one, sets.length).each(exact) for one in sets.live]
-    return live, [edges(one).each(exact) for one in sets.dropped]
+    return [edges(one, sets.length) for one in sets.live], [edges(one) for one in sets.dropped]
 
 
 # --------------------------------------------------------------------------------------------------

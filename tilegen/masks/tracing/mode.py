@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import count
 from operator import index
+from threading import RLock
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,6 @@ from tilegen.masks.tracing.derived import Derived
 from tilegen.masks.tracing.fingerprint import looked
 from tilegen.masks.tracing.stand_ins import Table
 from tilegen.masks.tracing.tracer import MAX_ELEMENTS, Tracer, refusal
-from tilegen.sympy_lock import lock
 
 MAX_SESSIONS = 64
 """Traces under way at once, in all threads."""
@@ -201,13 +201,14 @@ def _place(tensors: list[torch.Tensor], tensor: torch.Tensor) -> int | None:
 
 _tracers: LRUCache[int, Tracer] = LRUCache(MAX_SESSIONS)
 _numbers = count()
+_lock = RLock()
 
 
 @assume_constant_result
 def _started(is_score: bool) -> int:
     """Return the number of a new trace, whose first values are the function's arguments."""
     number = next(_numbers)
-    with lock:
+    with _lock:
         _tracers[number] = Tracer(is_score=is_score)
     return number
 
@@ -217,7 +218,7 @@ def _applied(number: int, function: Callable[..., Any], args: Any, kwargs: Any) 
     """Return number, dtype and shape of the value that an operation gives, several in a list, or
     why there is none."""
     try:
-        with lock:
+        with _lock:
             tracer = _tracers[number]
             named = {key: actual(tracer, value) for key, value in kwargs}
             found = tracer.apply(function, [actual(tracer, one) for one in args], named)
@@ -235,7 +236,7 @@ def _applied(number: int, function: Callable[..., Any], args: Any, kwargs: Any) 
 
 def finished(number: int) -> Tracer:
     """Return the tracer of a trace, and forget it."""
-    with lock:
+    with _lock:
         return _tracers.pop(number)
 
 

@@ -3,26 +3,28 @@ ones are reduced and reshaped as PyTorch does."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import sympy
 import torch
 
-from tilegen.masks.language.operations import condition, number
+from tilegen.masks.language.algebra import add, both, divide, either, maximum, minimum, multiply
+from tilegen.masks.language.expr import const
+from tilegen.masks.language.operations import condition
 
 Elements = np.ndarray[Any, np.dtype[np.object_]]
 
 REDUCTIONS: dict[str, Callable[[list[Any]], Any]] = {
-    "any": lambda parts: sympy.Or(*(condition(part, "any") for part in parts)),
-    "all": lambda parts: sympy.And(*(condition(part, "all") for part in parts)),
-    "sum": lambda parts: sympy.Add(*map(number, parts)),
-    "prod": lambda parts: sympy.Mul(*map(number, parts)),
-    "mean": lambda parts: sympy.Add(*map(number, parts)) / max(1, len(parts)),
-    "amax": lambda parts: sympy.Max(*map(number, parts)),
-    "amin": lambda parts: sympy.Min(*map(number, parts)),
+    "any": lambda parts: either(*(condition(part, "any") for part in parts)),
+    "all": lambda parts: both(*(condition(part, "all") for part in parts)),
+    "sum": lambda parts: add(*parts) if parts else const(0),
+    "prod": lambda parts: multiply(*parts) if parts else const(1),
+    "mean": lambda parts: divide(add(*parts), len(parts)) if parts else const(math.nan),
+    "amax": lambda parts: maximum(*parts),
+    "amin": lambda parts: minimum(*parts),
 }
 """PyTorch's reductions by name, of the elements along a dimension."""
 

@@ -12,20 +12,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import sympy
 import torch
-from sympy.core.relational import Relational
 from torch.compiler import assume_constant_result
 
 from tilegen.errors import InvalidProblem, TilegenError, Unsupported
-from tilegen.masks.language.comparisons import again, either, opposite
-from tilegen.masks.language.nodes import Where, normalise
-from tilegen.masks.language.symbols import captured_slots, is_condition
-from tilegen.masks.language.texts import rename, to_text
+from tilegen.masks.language.algebra import both, either, opposite
+from tilegen.masks.language.captured import rename
+from tilegen.masks.language.elements import kind_of
+from tilegen.masks.language.expr import Expr, captured_slots
+from tilegen.masks.language.rewriting import renamed, replaced
+from tilegen.masks.language.scores import in_single, merged
+from tilegen.masks.language.texts import to_text
 from tilegen.masks.tracing.derived import Derived
 from tilegen.masks.tracing.mode import actual, call, finished
 from tilegen.masks.tracing.tracer import Tracer
-from tilegen.sympy_lock import lock
 
 MAX_CHOICES = 8
 """Most choices between numbers (`torch.where`) in a mask that are made choices between comparisons:
@@ -36,7 +36,7 @@ each may double the number of comparisons."""
 class Traced:
     """The expression that a function computes: t<i> in it is `captured[i]`."""
 
-    expr: sympy.Basic
+    expr: Expr
     captured: tuple[torch.Tensor, ...]
     unused: tuple[torch.Tensor, ...]
     """Tensors that the function reads and does not depend on: `bias` in `s + 0 * bias[q]`."""
@@ -84,9 +84,8 @@ def _text(number: int, told: Any, is_score: bool) -> Any:
     """Return the text of a trace, the slots that it reads, and those it reads in vain; or why there
     is none."""
     try:
-        with lock:
-            expr, slots, unused = _result(finished(number), told, is_score)
-            return to_text(expr), slots, unused
+        expr, slots, unused = _result(finished(number), told, is_score)
+        return to_text(expr), slots, unused
     except TilegenError as error:
         return str(error)
 
@@ -106,15 +105,19 @@ def _traced(fn: Callable[..., Any], arguments: str, *, is_score: bool) -> Traced
 
 def _result(
     tracer: Tracer, told: Any, is_score: bool
-) -> tuple[sympy.Basic, tuple[int, ...], tuple[int, ...]]:
+) -> tuple[Expr, tuple[int, ...], tuple[int, ...]]:
     """Return the score, or the mask, that a function computes, with the slots that it reads, and
     those it reads in vain. Raises Unsupported."""
-    result = normalise(tracer.expression(actual(tracer, told)))
+    result = tracer.expression(actual(tracer, told))
+    kinds = [kind_of(str(table.dtype).removeprefix("torch.")) for table in tracer.read]
+    result = renamed(result, dict(enumerate(zip(range(len(kinds)), kinds, strict=True))))
+    if is_score:
+        result = merged(in_single(result))
     # Only tensors that still matter keep a slot: `0 * bias[q]` needs none.
     read = captured_slots(result)
     places = [read.index(i) if i in read else -1 for i in range(len(tracer.read))]
-    expr: Any = rename(result, places)
-    if is_condition(expr) == is_score:
+    expr = rename(result, places)
+    if expr.is_condition == is_score:
         what = (
             "score function that returns a number"
             if is_score
@@ -127,20 +130,25 @@ def _result(
     return expr if is_score else _without_where(expr), captured, unused
 
 
-def _without_where(expr: sympy.Basic) -> sympy.Basic:
+def _without_where(expr: Expr) -> Expr:
     """Return an equal predicate of comparisons alone, which tiles are solved from: `where(c, a, b)
     < x` is a choice of two."""
-    choices = sorted(expr.atoms(Where), key=lambda choice: (choice.count(Where), str(choice)))
+    choices = [node for node in expr.walk() if node.op == "where"]
     if not 0 < len(choices) <= MAX_CHOICES:
         return expr
-    choice = choices[0]  # holds no other
+    inner = (one for one in choices if not any(part.op == "where" for part in _below(one)))
+    choice = min(inner, key=lambda one: one.key)
     condition, then, otherwise = choice.args
     comparisons = {
-        atom: either(
-            condition & again(atom.xreplace({choice: then})),
-            opposite(condition) & again(atom.xreplace({choice: otherwise})),
+        node: either(
+            both(condition, replaced(node, {choice: then})),
+            both(opposite(condition), replaced(node, {choice: otherwise})),
         )
-        for atom in expr.atoms(Relational)
-        if atom.has(choice)
+        for node in expr.walk()
+        if node.op in ("lt", "le", "eq") and node.has(choice)
     }
-    return _without_where(normalise(expr.xreplace(comparisons)))
+    return _without_where(replaced(expr, comparisons)) if comparisons else expr
+
+
+def _below(expr: Expr) -> list[Expr]:
+    return [part for arg in expr.args for part in arg.walk()]

@@ -9,18 +9,13 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-import sympy
 import torch
 
 from tilegen.errors import Unsupported
-from tilegen.masks.language.comparisons import check_kept
-from tilegen.masks.language.elements import BOUNDS, kind_of
-from tilegen.masks.language.integer_bounds import Sizes
-from tilegen.masks.language.integers import prepared
-from tilegen.masks.language.nodes import is_whole
-from tilegen.masks.language.operations import OPERATIONS, cast, integer_power, number
-from tilegen.masks.language.symbols import B, H, K, Lookup, Q, S, captured_name, is_condition
-from tilegen.masks.language.widths import WRAPPED
+from tilegen.masks.language.algebra import as_expr, cast, equal, load, number_of, opposite
+from tilegen.masks.language.elements import BOUNDS, ELEMENTS, kind_of
+from tilegen.masks.language.expr import ELEMENT_OF_KIND, FLOATS, B, Expr, H, K, Q, S, const
+from tilegen.masks.language.operations import OPERATIONS, integer_power
 from tilegen.masks.tracing.dtypes import Kinds, kinds_of
 from tilegen.masks.tracing.stand_ins import (
     REDUCTIONS,
@@ -58,6 +53,8 @@ _OF_PYTHON = {
     "__len__": "len() of",
 }
 """Uses of a value in Python that need its number, by the method that Python calls."""
+_OPERANDS = ("input", "other", "min", "max", "end", "weight", "exponent", "fill_value")
+"""Arguments that are converted to the dtype that an operation is computed in."""
 
 
 class Tracer:
@@ -65,6 +62,7 @@ class Tracer:
 
     def __init__(self, *, is_score: bool) -> None:
         """Begin with the arguments of a function of a score, or of a mask."""
+        self._is_score = is_score
         self.values: list[Computed | Table] = [
             Computed(boxed(symbol), torch.int64) for symbol in (B, H, Q, K)
         ]
@@ -72,8 +70,6 @@ class Tracer:
             self.values.insert(0, Computed(boxed(S), torch.float32))
         self.read: list[Table] = []
         """A table of each slot whose elements are looked up: t0, t1, ... of expressions."""
-        self._bounds: tuple[int, Sizes] = (0, Sizes({}, set()))
-        """Bounds of integers, with the number of tables that they know."""
 
     def expression(self, value: Any) -> Any:
         """Return the expression of an operand: a traced value, a number, a 0-dimensional table."""
@@ -94,7 +90,7 @@ class Tracer:
             case Table():
                 self._refuse_rows(value)
             case bool() | int() | float():
-                return sympy.sympify(value)
+                return const(value)
             case _:
                 raise Unsupported(f"expected a traced value, a number or a tensor, got {value!r}")
 
@@ -147,7 +143,7 @@ class Tracer:
             if dtype := options.pop("dtype", None):  # elements are converted first
                 given = self._converted(given, [dtype])
             parts = reduced(name, self._elements(given), *args[1:], **options)
-            return self._cast_each(parts, kinds)
+            return self._cast_each(parts, kinds.result)
         if name in ("dot", "vdot", "inner", "matmul") and has_rows:
             kinds = kinds_of(name, function, args, kwargs)
             left, right = map(self._elements, args)
@@ -155,7 +151,8 @@ class Tracer:
                 raise Unsupported(
                     f"expected two vectors in {name}, got {left.shape}, {right.shape}"
                 )
-            return self._cast_each(reduced("sum", self.apply(torch.mul, args, {}).elements), kinds)
+            products = self.apply(torch.mul, args, {}).elements
+            return self._cast_each(reduced("sum", products), kinds.result)
         if name not in OPERATIONS:
             raise Unsupported(
                 f"expected arithmetic, comparisons, torch.where and torch's elementary functions, "
@@ -176,8 +173,7 @@ class Tracer:
                 f"expected {name} in place to give a {changed.dtype} of the same shape, got "
                 f"{found.dtype}; write x = x + y in the place of x += y"
             )
-        kinds = Kinds(found.dtype, changed.dtype)
-        changed.elements[...] = self._cast_each(found.elements, kinds).elements
+        changed.elements[...] = self._cast_each(found.elements, changed.dtype).elements
         return changed
 
     def _reshaped(self, name: str, value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -211,7 +207,7 @@ class Tracer:
         parts = list(target.index)
         for part in index:
             expr = self.expression(part)
-            if is_condition(expr) or not is_whole(expr):
+            if not expr.is_int:
                 raise Unsupported(
                     f"expected an integer index, got {expr}; use //, or `.to(torch.int32)`"
                 )
@@ -229,8 +225,8 @@ class Tracer:
             places = [len(self.read)]
             self.read.append(table)
         kind = _kind(table)
-        found = Lookup(captured_name(places[0], kind), *index)
-        return sympy.Ne(found, 0) if kind == "bool" else found
+        element = load(places[0], kind, *index)
+        return opposite(equal(element, 0)) if kind == "bool" else element
 
     def _elements(self, value: Any) -> Elements:
         """Return the expressions of all elements. Raises Unsupported where there are many."""
@@ -242,7 +238,7 @@ class Tracer:
             self._refuse_rows(value)
         found = np.empty(value.shape, dtype=object)
         for place in np.ndindex(*value.shape):
-            found[place] = self._element(value, (*value.index, *map(sympy.Integer, place)))
+            found[place] = self._element(value, (*value.index, *place))
         return found
 
     def _refuse_rows(self, table: Table) -> Any:
@@ -261,15 +257,15 @@ class Tracer:
         is_power = name == "pow" and not kinds.result.is_floating_point
         function = integer_power if is_power else OPERATIONS[name]
         has_rows = any(is_row(one) for one in bound.arguments.values())
+        dtype = kinds.common
+        if kinds.result.is_floating_point:
+            dtype = torch.promote_types(dtype, kinds.result)
         operands: dict[str, Elements] = {}
-        casts: dict[str, torch.dtype] = {}
         for key, value in bound.arguments.items():
             if isinstance(value, Computed | Table):
                 operands[key] = self._elements(value) if has_rows else boxed(self.expression(value))
-                if torch.promote_types(value.dtype, kinds.common) != kinds.common:
-                    casts[key] = kinds.common
-            elif isinstance(value, bool | int | float):
-                bound.arguments[key] = self._fitted(sympy.sympify(value), kinds.common)
+            elif isinstance(value, bool | int | float) and key in _OPERANDS:
+                bound.arguments[key] = self._cast(value, dtype)  # as PyTorch does under vmap
         try:
             shape, parts = broadcast(list(operands.values()))
         except ValueError:
@@ -278,10 +274,8 @@ class Tracer:
         found = np.empty(shape, dtype=object)
         for place, values in zip(np.ndindex(shape), parts, strict=True):
             for key, value in zip(operands, values, strict=True):
-                fits = key not in casts
-                bound.arguments[key] = value if fits else self._fitted(value, kinds.common)
-            result = _kept(name, kinds, function(*bound.args, **bound.kwargs), bound.arguments)
-            found[place] = self._cast(result, *kinds)
+                bound.arguments[key] = self._cast(value, dtype) if key in _OPERANDS else value
+            found[place] = self._cast(function(*bound.args, **bound.kwargs), kinds.result)
         return Computed(found, kinds.result)
 
     def _converted(self, value: Any, to: Sequence[Any]) -> Any:
@@ -292,38 +286,25 @@ class Tracer:
         dtype = next((one for one in dtypes if one is not None), value.dtype)
         if value.dtype == dtype:
             return value  # PyTorch, too, gives the same tensor
-        return self._cast_each(self._elements(value), Kinds(value.dtype, dtype))
+        return self._cast_each(self._elements(value), dtype)
 
-    def _cast_each(self, elements: Elements, kinds: Kinds) -> Computed:
+    def _cast_each(self, elements: Elements, dtype: torch.dtype) -> Computed:
         found = np.empty(elements.shape, dtype=object)
         for place in np.ndindex(elements.shape):
-            found[place] = self._cast(elements[place], *kinds)
-        return Computed(found, kinds.result)
+            found[place] = self._cast(elements[place], dtype)
+        return Computed(found, dtype)
 
-    def _cast(self, expr: Any, own: torch.dtype, dtype: torch.dtype) -> Any:
-        """Return an expression in another dtype. What no integer of 32 bits holds of a float is
-        undefined in PyTorch."""
-        whole = not (own.is_floating_point or dtype.is_floating_point or dtype == torch.bool)
-        expr = number(expr) if whole else cast(expr, dtype)
-        is_undefined = own.is_floating_point and dtype == torch.int32
-        return expr if is_undefined else self._fitted(expr, dtype)
-
-    def _fitted(self, expr: Any, dtype: torch.dtype) -> Any:
-        """Return an integer expression, which wraps around where it may not fit a dtype."""
-        if is_condition(expr) or dtype.is_floating_point or dtype in (torch.bool, torch.int64):
-            return expr
-        kind = WRAPPED.get(str(dtype).removeprefix("torch."))
-        if kind is None:
-            raise Unsupported(f"expected integers of {', '.join(WRAPPED)} or int64, got {dtype}")
-        if self._bounds[0] != len(self.read):
-            known = {
-                captured_name(i, _kind(one)): BOUNDS[element]
-                for i, one in enumerate(self.read)
-                if (element := _element_name(one)) in BOUNDS
-            }
-            self._bounds = len(self.read), Sizes(known, set())
-        low, high = self._bounds[1].bounds(prepared(expr))
-        return expr if kind.low <= low and high <= kind.high else kind(expr)
+    def _cast(self, value: Any, dtype: torch.dtype) -> Expr:
+        """Return an expression in another dtype. Scores are computed in single precision, as
+        FlexAttention's kernels do: nothing is rounded to 16 bits."""
+        name = str(dtype).removeprefix("torch.")
+        if name not in ELEMENTS:
+            raise Unsupported(f"expected numbers of {', '.join(ELEMENTS)}, got a value of {dtype}")
+        if self._is_score and name in ("float16", "bfloat16"):
+            name = "float32"
+        if isinstance(value, float) and name in FLOATS:
+            return number_of(value, name)
+        return cast(as_expr(value), name)
 
 
 def refusal(name: str, value: Any) -> Unsupported:
@@ -333,20 +314,6 @@ def refusal(name: str, value: Any) -> Unsupported:
         f"{name.strip('_')}({value}); write torch.where, &, |, ~, torch.minimum, torch.maximum, "
         ".to(dtype)"
     )
-
-
-def _kept(name: str, kinds: Kinds, result: Any, operands: dict[str, Any]) -> Any:
-    """Return a result that is a real number, and NaN where an operand is. Raises Unsupported."""
-    result = sympy.sympify(result)
-    if result.has(sympy.nan, sympy.zoo, sympy.I):
-        raise Unsupported(f"expected a real number, got {result}")
-    if name != "where":
-        given = [one for one in operands.values() if isinstance(one, sympy.Expr)]
-        is_quotient = name in ("truediv", "true_divide", "div", "divide")
-        if is_quotient and kinds.result.is_floating_point:
-            given.append(1 / number(given[1]))
-        check_kept(name, given, result)
-    return result
 
 
 def _bound(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> inspect.BoundArguments:
@@ -362,14 +329,12 @@ def _signature(name: str) -> inspect.Signature:
     return inspect.signature(OPERATIONS[name])
 
 
-def _element_name(table: Table) -> str:
-    return str(table.dtype).removeprefix("torch.")
-
-
 def _kind(table: Table) -> str:
+    """Return the kind of a table's elements, narrow integers by their dtype."""
     if table.dtype.is_complex:
         raise Unsupported(f"expected captured tensors of real numbers, got {table.dtype}")
-    return kind_of(_element_name(table))
+    element = str(table.dtype).removeprefix("torch.")
+    return element if element in ELEMENT_OF_KIND and element in BOUNDS else kind_of(element)
 
 
 _ADVICE = {

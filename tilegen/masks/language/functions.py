@@ -1,0 +1,119 @@
+"""Functions of numbers beyond arithmetic: powers, remainders, bits, and those of one float."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from tilegen.errors import Unsupported
+from tilegen.masks.language import expr as nodes
+from tilegen.masks.language import floats, integers
+from tilegen.masks.language.algebra import (
+    both,
+    divide,
+    either,
+    floor,
+    multiply,
+    number,
+    opposite,
+    promoted,
+    real,
+    subtract,
+)
+from tilegen.masks.language.expr import ONE, Expr, const
+
+MAX_EXPONENT = 64
+"""Largest integer exponent: powers are printed as products."""
+ELEMENTARY = ("exp", "log", "log1p", "tanh", "sin", "cos", "erf", "sigmoid", "sqrt")
+"""Functions of one float; PyTorch has them by the same names."""
+
+
+def power(base: Any, exponent: Any) -> Expr:
+    """Return base ** exponent; powers of integers by natural numbers are integers. Raises
+    Unsupported for an exponent that is too large, and for a base that may be negative under an
+    exponent that is no number."""
+    expr, raised = number(base), number(exponent)
+    value = raised.value if raised.is_const else math.inf
+    if not float(2 * value).is_integer():
+        return general_power(expr, raised)
+    if abs(value) > MAX_EXPONENT:
+        raise Unsupported(f"expected an exponent up to {MAX_EXPONENT}, got {base}**{exponent}")
+    if raised.is_float or value < 0 or not expr.is_int:
+        expr = promoted(expr, 1.0)[0]
+    if value < 0:
+        return divide(const(1.0, expr.dtype), power(expr, -value))
+    whole = int(value)
+    if whole != value:
+        root = elementary("sqrt", expr)
+        return multiply(power(expr, whole), root) if whole else root
+    if whole == 0:
+        return ONE if expr.is_int else const(1.0, expr.dtype)
+    if whole == 1:
+        return expr
+    return integers.product([expr] * whole) if expr.is_int else floats.power(expr, whole)
+
+
+def general_power(base: Expr, exponent: Expr) -> Expr:
+    base, exponent, _ = promoted(base, exponent, 1.0)
+    if base.is_const and exponent.is_const and base.value > 0:
+        return const(float(base.value) ** float(exponent.value), base.dtype)
+    if not exponent.is_const and not floats.is_nonnegative(base):
+        raise Unsupported(
+            f"expected a base that is never negative or a constant exponent, got {base}**{exponent}"
+        )
+    return Expr("pow", base.dtype, (base, exponent))
+
+
+def remainder(left: Any, right: Any) -> Expr:
+    """Return left modulo right, with right's sign; 0 for an integer modulo 0."""
+    top, below = promoted(left, right)
+    if top.is_int:
+        return integers.remainder(top, below)
+    return subtract(top, multiply(below, floor(divide(top, below))))
+
+
+def sign(value: Any) -> Expr:
+    """Return 1, 0 or -1 with the sign of a number, in its own dtype."""
+    (expr,) = promoted(value)
+    if expr.is_int:
+        return integers.sign(expr)
+    if expr.is_const and expr.value == expr.value:
+        return const(float((expr.value > 0) - (expr.value < 0)), expr.dtype)
+    if floats.is_converted(expr):
+        return real(integers.sign(expr.args[0]), expr.dtype)
+    return Expr("sign", expr.dtype, (expr,))
+
+
+def bits(op: str, left: Any, right: Any) -> Expr:
+    """Return an operation on the bits of two integers. Raises Unsupported for other numbers."""
+    first, second = number(left), number(right)
+    for one in (first, second):
+        if not one.is_int:
+            raise Unsupported(f"expected integers in an operation on bits, got {one}")
+    return integers.bits(op, first, second)
+
+
+def elementary(name: str, value: Any) -> Expr:
+    """Return a function of one float, by PyTorch's name."""
+    expr = promoted(value, 1.0)[0]
+    if expr.is_const and (found := _of_number(name, expr.value)) is not None:
+        return const(found, expr.dtype)
+    return Expr(name, expr.dtype, (expr,))
+
+
+def _of_number(name: str, value: float) -> float | None:
+    try:
+        if name == "sigmoid":
+            return 0.5 * (1 + math.tanh(value / 2))
+        found: float = getattr(math, name)(value)
+    except (ValueError, OverflowError):
+        return None
+    return found
+
+
+def exclusive_or(left: Any, right: Any) -> Expr:
+    """Return whether one of two conditions holds and the other fails."""
+    return either(both(left, opposite(right)), both(opposite(left), right))
+
+
+nodes.OPERATORS.update({"mod": remainder, "pow": power})

@@ -1,0 +1,92 @@
+"""Expressions with some of their nodes changed; what depends on these is made again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tilegen.masks.language import algebra, functions
+from tilegen.masks.language.expr import ELEMENT_OF_KIND, Expr, slot_of
+from tilegen.masks.language.integers import BITS
+
+_MADE: dict[str, Any] = {
+    "neg": algebra.negative,
+    "div": algebra.divide,
+    "pow": functions.general_power,
+    "floordiv": algebra.floor_divide,
+    "mod": functions.remainder,
+    "abs": algebra.absolute,
+    "sign": functions.sign,
+    "floor": algebra.floor,
+    "where": algebra.where,
+    "lt": algebra.less,
+    "le": algebra.at_most,
+    "eq": algebra.equal,
+    "not": algebra.opposite,
+    "and": algebra.both,
+    "or": algebra.either,
+}
+
+
+def made(node: Expr, args: tuple[Expr, ...]) -> Expr:
+    """Return the operation of a node on other arguments."""
+    match node.op:
+        case "load":
+            return Expr("load", node.dtype, args, node.value)
+        case "cast":
+            return algebra.cast(args[0], node.dtype)
+        case "power":
+            return functions.power(args[0], node.value)
+        case "max" | "min":
+            return algebra.extreme(node.op, *args)
+        case "add":
+            return algebra.add(*args)
+        case "mul":
+            return algebra.multiply(*args)
+        case op if op in BITS:
+            return functions.bits(op, *args)
+        case op if op in functions.ELEMENTARY:
+            return functions.elementary(op, *args)
+        case op:
+            return _MADE[op](*args)
+
+
+def replaced(expr: Expr, parts: Mapping[Expr, Expr]) -> Expr:
+    """Return an expression with some nodes replaced, made again from there up."""
+    return rewritten(expr, lambda node: parts.get(node))
+
+
+def renamed(expr: Expr, slots: Mapping[int, tuple[int, str]]) -> Expr:
+    """Return an expression with its captured tensors in other slots: the slot and kind by slot."""
+    done: dict[Expr, Expr] = {}
+
+    def change(node: Expr) -> Expr:
+        if node not in done:
+            args = tuple(map(change, node.args))
+            if node.op == "load" and slot_of(node) in slots:
+                slot, kind = slots[slot_of(node)]
+                done[node] = Expr("load", ELEMENT_OF_KIND[kind], args, (slot, kind))
+            elif args == node.args:
+                done[node] = node
+            else:
+                done[node] = made(node, args)
+        return done[node]
+
+    return change(expr)
+
+
+def rewritten(expr: Expr, change: Callable[[Expr], Expr | None]) -> Expr:
+    """Return an expression in which `change` gives other nodes for some, None for all others;
+    those are made again of their rewritten arguments."""
+    done: dict[Expr, Expr] = {}
+
+    def inner(node: Expr) -> Expr:
+        if node not in done:
+            other = change(node)
+            if other is None:
+                args = tuple(map(inner, node.args))
+                other = node if args == node.args else made(node, args)
+            done[node] = other
+        return done[node]
+
+    return inner(expr)
