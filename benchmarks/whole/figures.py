@@ -1,0 +1,106 @@
+"""Figures of whole runs, drawn from their result files."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmarks.study.figures import BLUE, GREEN, GREY, ORANGE, require_matplotlib, save
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Row = Mapping[str, str]
+STYLES = {
+    "tilegen": (BLUE, "tilegen"),
+    "sdpa": (ORANGE, "SDPA"),
+    "eager": (GREY, "eager attention"),
+    "flex_attention": (GREEN, "FlexAttention"),
+}
+"""Colour and label of each attention."""
+
+
+def save_training(rows: Sequence[Row], path: Path) -> None:
+    """Draw and write the figure of training."""
+    require_matplotlib()
+    save(training(rows), path)
+
+
+def training(rows: Sequence[Row]) -> Figure:
+    """Draw the time of a step over tilegen's, with the part that attention takes."""
+    import matplotlib.pyplot as plt
+    from matplotlib.patches import Patch
+
+    by_case: dict[str, dict[str, Row]] = defaultdict(dict)
+    for row in rows:
+        if row["status"] != "unsupported":
+            by_case[row["case"]][row["attention"]] = row
+    shown = [name for name in STYLES if any(name in case for case in by_case.values())]
+    drawn, axis = plt.subplots(figsize=(9.0, 1.2 + 0.62 * len(by_case)))
+    height = 0.8 / len(shown)
+    for place, case in enumerate(by_case.values()):
+        for number, name in enumerate(shown):
+            at = place + (number - (len(shown) - 1) / 2) * height
+            row = case.get(name)
+            if row is None:
+                continue
+            if row["status"] != "ok" or not row["over_tilegen"]:
+                axis.text(0.02, at, f"{STYLES[name][1]} {row['status']}", va="center", fontsize=7)
+                continue
+            length = float(row["over_tilegen"])
+            share = float(row["attention_share"] or 0)
+            colour = STYLES[name][0]
+            axis.barh(at, length * share, height, color=colour)
+            axis.barh(at, length * (1 - share), height, length * share, color=colour, alpha=0.4)
+    axis.axvline(1.0, color="black", linewidth=0.6)
+    axis.set_yticks(range(len(by_case)), list(by_case), fontsize=8)
+    axis.invert_yaxis()
+    axis.set_xlabel("time of a training step over tilegen's; attention dark, the rest pale")
+    axis.legend(handles=[Patch(color=STYLES[name][0], label=STYLES[name][1]) for name in shown])
+    drawn.tight_layout()
+    return drawn
+
+
+def save_lines(
+    rows: Sequence[Row], path: Path, *, panels: Sequence[tuple[str, str, str]], x: str, label: str
+) -> None:
+    """Draw and write lines of attentions: `panels` are a title, the column of y and its unit."""
+    require_matplotlib()
+    save(lines(rows, panels=panels, x=x, label=label), path)
+
+
+def lines(
+    rows: Sequence[Row],
+    *,
+    panels: Sequence[tuple[str, str, str]],
+    x: str,
+    label: str,
+    logarithmic: bool = True,
+) -> Figure:
+    """Draw the columns of rows against their column `x`, a panel for each."""
+    import matplotlib.pyplot as plt
+
+    drawn, axes = plt.subplots(1, len(panels), figsize=(5.2 * len(panels), 4.0), squeeze=False)
+    for axis, (title, y, unit) in zip(axes[0], panels, strict=True):
+        for name, (colour, text) in STYLES.items():
+            points = sorted(
+                (float(row[x]), float(row[y]))
+                for row in rows
+                if row["attention"] == name and row[y]
+            )
+            if points:
+                axis.plot(*zip(*points, strict=True), marker="o", ms=4, color=colour, label=text)
+        if logarithmic:
+            axis.set_xscale("log", base=2)
+            axis.set_yscale("log")
+        else:
+            axis.set_xlim(left=0)
+            axis.set_ylim(bottom=0)
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel(label)
+        axis.set_ylabel(unit)
+    axes[0][0].legend()
+    drawn.tight_layout()
+    return drawn

@@ -1,0 +1,97 @@
+"""The benchmark of training: its rows, cases that do not fit, and that a stopped run goes on."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers", reason="needs the package transformers")
+
+from benchmarks import train
+from benchmarks.rows import read
+from benchmarks.whole.models import MODELS
+from benchmarks.whole.workers import DoesNotFit, Failed, Worker
+
+CASE = "gpt2-tiny b1 q64 fp32 plain"
+
+
+class Needs:
+    """Something that takes memory, or ends its process."""
+
+    def gib(self, number: float) -> int:
+        import torch
+
+        return torch.ones(int(number * 2**30), dtype=torch.uint8).numel()
+
+    def abort(self) -> None:
+        os.abort()
+
+
+def _worker(gib: float) -> Worker:
+    return Worker(Needs, gib=gib, device="cpu", threads=1)
+
+
+def test_memory_beyond_the_limit_and_a_process_that_ends() -> None:
+    with _worker(1.0) as worker:
+        assert worker.call("gib", 0.2) == int(0.2 * 2**30)
+        with pytest.raises(DoesNotFit, match="allocate"):
+            worker.call("gib", 1.2)
+    with _worker(1.0) as worker, pytest.raises(Failed, match="SIGABRT"):
+        worker.call("abort")
+
+
+def test_rows_of_a_case_and_a_run_that_goes_on(tmp_path: Path) -> None:
+    out = tmp_path / "train.csv"
+    attentions = ["tilegen", "eager", "flex_attention"]
+    for _ in range(2):  # the second run has nothing left to measure
+        train.main(
+            out=out, case=[CASE], attention=attentions, tiny=False, minutes=5.0, threads=1,
+            gib=4.0, draw=False,
+        )  # fmt: skip
+    rows = {row["attention"]: row for row in read(out)}
+    assert len(read(out)) == len(rows) == 3
+    assert rows["flex_attention"]["status"] == "unsupported"
+    for row in (rows["tilegen"], rows["eager"]):
+        assert row["status"] == "ok"
+        speed = 64 / (1e-3 * float(row["step_ms"]))
+        assert float(row["tokens_per_s"]) == pytest.approx(speed, rel=1e-3)
+        assert 0 < float(row["attention_share"]) < 1
+        assert float(row["peak_mib"]) > 0
+    assert rows["tilegen"]["first_loss"] == rows["eager"]["first_loss"]
+    assert float(rows["tilegen"]["over_tilegen"]) == 1
+
+
+def test_a_case_that_does_not_fit_is_a_row() -> None:
+    case = train.parse("classifier-tiny b1 q8192 fp32 plain")
+    its = train.environment()
+    rows = train.measure(case, ["eager"], its, threads=1, gib=1.0)
+    (row,) = list(rows)
+    assert (row.status, row.step_ms) == ("does not fit", None)
+    assert "allocate" in row.detail
+
+
+@pytest.mark.parametrize(
+    "text, reason",
+    [
+        ("gpt3 b1 q64 fp32 plain", "a model of"),
+        ("gpt2 b1 q64 fp8 plain", "a dtype of"),
+        ("gpt2 b1 q64 fp32 fast", "features of"),
+        ("gpt2", "such as"),
+    ],
+)
+def test_wrong_cases_are_refused(text: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        train.parse(text)
+
+
+def test_every_case_of_the_tables_is_one() -> None:
+    for text in (*train.ON_CPU, *train.ON_GPU, *train.TINY):
+        case = train.parse(text)
+        assert case.key == text
+        MODELS[case.model].batch(0, 1, 64, case.features, "cpu")
+    wanted = ("gpt2 b1 q1024", "gpt2 b1 q2048", "bert b2 q512", "classifier b1 q4096")
+    for beginning in (*wanted, "classifier b1 q8192"):
+        for dtype in ("fp32", "bf16"):
+            assert f"{beginning} {dtype} plain" in train.ON_CPU
