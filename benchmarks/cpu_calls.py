@@ -21,7 +21,7 @@ import torch
 import typer
 
 from benchmarks.cpu_peak import peak_gflops
-from benchmarks.environment import RESULTS, Environment, environment
+from benchmarks.environment import RESULTS, Environment, environment, path_of_calls
 from benchmarks.rows import append, read, same_values, with_environment
 from tilegen import cpu
 from tilegen.check.peers import Attention, flex, sdpa
@@ -156,7 +156,7 @@ def measure(
     """Yield the rows of one case; with FlexAttention, which has no backward on a CPU, its forward
     alone."""
     torch.set_num_threads(threads)
-    path = cpu.why_not() or f"kernels, {host().name}"
+    path = path_of_calls()
     compared = peers(problem, with_flex=with_flex)
     functions_of = passes_to_time(problem, compared)
     for direction in ("forward",) if with_flex else PASSES:

@@ -102,6 +102,15 @@ def processor() -> str:
     return f"{target.processor()}, {len(os.sched_getaffinity(0))} cores"
 
 
+def path_of_calls() -> str:
+    """Return the code that computes tilegen's calls: kernels, or the reason why PyTorch does."""
+    from tilegen import cpu
+
+    if has_gpu():
+        return "kernels"
+    return cpu.why_not() or f"kernels, {target.host().name}"
+
+
 def command_line() -> str:
     """Return the command that started this process, with `python -m` spelled out."""
     main = sys.modules["__main__"].__spec__

@@ -20,7 +20,14 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from benchmarks.environment import RESULTS, Environment, environment, gpu_folder, has_gpu
+from benchmarks.environment import (
+    RESULTS,
+    Environment,
+    environment,
+    gpu_folder,
+    has_gpu,
+    path_of_calls,
+)
 from benchmarks.rows import append, read, same_values, with_environment
 from benchmarks.whole import memory
 from benchmarks.whole.losses import CASES as OF_LOSSES
@@ -89,6 +96,7 @@ class TrainRow(Environment):
     deviation: float | None = None
     """Largest difference from the losses of eager attention in this case."""
     detail: str = ""
+    """The code that computes tilegen's calls, or why there is no time."""
 
 
 def parse(text: str) -> Case:
@@ -172,6 +180,7 @@ def measure(
             yield missing(attention, lost[attention])
         elif attention in ends:
             values = _values(attention, times, ends, case)
+            values["detail"] = path_of_calls() if attention == "tilegen" else ""
             yield with_environment(
                 TrainRow, its, attention=attention, status="ok", **known, **values
             )

@@ -58,38 +58,28 @@ def training(rows: Sequence[Row]) -> Figure:
     axis.set_yticks(range(len(by_case)), list(by_case), fontsize=8)
     axis.invert_yaxis()
     axis.set_xlabel("time of a training step over tilegen's; attention dark, the rest pale")
-    axis.legend(handles=[Patch(color=STYLES[name][0], label=STYLES[name][1]) for name in shown])
+    named = [Patch(color=STYLES[name][0], label=STYLES[name][1]) for name in shown]
+    axis.legend(handles=named, loc="lower left", bbox_to_anchor=(0, 1), ncols=len(shown))
     drawn.tight_layout()
     return drawn
 
 
-def save_lines(
-    rows: Sequence[Row], path: Path, *, panels: Sequence[tuple[str, str, str]], x: str, label: str
-) -> None:
-    """Draw and write lines of attentions: `panels` are a title, the column of y and its unit."""
-    require_matplotlib()
-    save(lines(rows, panels=panels, x=x, label=label), path)
-
-
-def lines(
-    rows: Sequence[Row],
+def curves(
+    panels: Mapping[str, Sequence[Row]],
     *,
-    panels: Sequence[tuple[str, str, str]],
     x: str,
-    label: str,
+    y: str,
+    labels: tuple[str, str],
     logarithmic: bool = True,
 ) -> Figure:
-    """Draw the columns of rows against their column `x`, a panel for each."""
+    """Draw the columns `y` of rows against their columns `x`, a panel for each title."""
     import matplotlib.pyplot as plt
 
-    drawn, axes = plt.subplots(1, len(panels), figsize=(5.2 * len(panels), 4.0), squeeze=False)
-    for axis, (title, y, unit) in zip(axes[0], panels, strict=True):
+    drawn, axes = plt.subplots(1, len(panels), figsize=(4.2 * len(panels), 3.8), squeeze=False)
+    for axis, (title, rows) in zip(axes[0], panels.items(), strict=True):
         for name, (colour, text) in STYLES.items():
-            points = sorted(
-                (float(row[x]), float(row[y]))
-                for row in rows
-                if row["attention"] == name and row[y]
-            )
+            of_name = [row for row in rows if row["attention"] == name and row[y]]
+            points = sorted((float(row[x]), float(row[y])) for row in of_name)
             if points:
                 axis.plot(*zip(*points, strict=True), marker="o", ms=4, color=colour, label=text)
         if logarithmic:
@@ -99,8 +89,8 @@ def lines(
             axis.set_xlim(left=0)
             axis.set_ylim(bottom=0)
         axis.set_title(title, fontsize=10)
-        axis.set_xlabel(label)
-        axis.set_ylabel(unit)
+        axis.set_xlabel(labels[0])
+    axes[0][0].set_ylabel(labels[1])
     axes[0][0].legend()
     drawn.tight_layout()
     return drawn

@@ -1,0 +1,88 @@
+"""Benchmarks of memory against the length and of block-sparse attention, at small sizes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import memory_length, sparse_share
+from benchmarks.environment import environment
+from benchmarks.rows import read
+from benchmarks.whole.workers import Worker
+
+DIM = memory_length.HEAD_DIM
+
+
+def test_memory_grows_with_the_length_or_with_its_square(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By lengths at which nothing else of a process is as large as a head's scores."""
+    monkeypatch.delenv("TILEGEN_CPU")  # kernels
+    peaks: dict[str, list[float]] = {}
+    for attention in ("tilegen", "eager"):
+        worker = Worker(
+            *(memory_length.Attention, attention, "causal", "cpu"), gib=2.0, device="cpu", threads=1
+        )
+        with worker:
+            rows = [worker.call("measured", seqlen) for seqlen in (1024, 4096)]
+        kept = [row["kept_bytes_per_token"] for row in rows]
+        if attention == "tilegen":
+            assert kept == [4 * (DIM + 1)] * 2, "out and lse, in fp32"
+        else:
+            assert kept[1] > 4 * 4096, "a row of weights"
+        peaks[attention] = [row["peak_mib"] for row in rows]
+    assert peaks["tilegen"][1] < 6 * peaks["tilegen"][0]
+    assert peaks["eager"][1] > 6 * peaks["eager"][0]
+
+
+def test_the_growth_is_an_exponent() -> None:
+    rows = [
+        {"status": "ok", "mask": "causal", "attention": name, "seqlen": str(n), "peak_mib": str(x)}
+        for name, power in (("tilegen", 1), ("eager", 2))
+        for n in (64, 128, 256)
+        for x in [3.0 * n**power]
+    ]
+    linear, square = memory_length.growth(rows)
+    assert linear.endswith("N^1.00")
+    assert square.endswith("N^2.00")
+
+
+def test_a_length_that_does_not_fit_and_one_that_takes_too_long() -> None:
+    its = environment()
+    row = memory_length.measure("causal", 16384, "eager", its, 0.5)
+    assert (row.status, row.peak_mib) == ("does not fit", None)
+    row = memory_length.measure("causal", 2**20, "eager", its, 0.5)
+    assert row.status == "not tried"
+
+
+def test_times_of_blocks_and_a_run_that_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sparse_share, "SHARES", (0.25, 0.5, 1.0))
+    monkeypatch.setattr(sparse_share, "DTYPES", {"fp32": torch.float32})
+    out = tmp_path / "sparse.csv"
+    for _ in range(2):
+        sparse_share.main(out=out, minutes=5.0, seconds=0.001, length=[512], figure=False)
+    rows = read(out)
+    assert len(rows) == 3 * 2 * 2
+    assert len(list(sparse_share.described(rows))) == 2
+    sparse_share.main(out=out, minutes=5.0, seconds=0.001, length=[512], figure=True)
+    assert out.with_suffix(".svg").exists()
+
+
+def test_a_line_through_times() -> None:
+    line = sparse_share.fitted([(x, 2.0 + 30.0 * x) for x in (0.1, 0.5, 1.0)])
+    assert line.overhead == pytest.approx(2.0)
+    assert line.slope == pytest.approx(30.0)
+    assert line.apart < 1e-9
+    bent = sparse_share.fitted([(0.1, 5.0), (0.5, 30.0), (1.0, 32.0)])
+    assert bent.apart > 0.1
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_both_attentions_compute_the_same(direction: sparse_share.Direction) -> None:
+    passes = sparse_share.passes(512, 2, "fp32", 0.5, "cpu")[direction]
+    ours, theirs = (passes[name]() for name in ("tilegen", "sdpa"))
+    pairs = [(ours, theirs)] if direction == "forward" else zip(ours, theirs, strict=True)  # type: ignore
+    for one, other in pairs:
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
