@@ -33,6 +33,7 @@ from benchmarks.environment import (
 from benchmarks.rows import append, read, same_values, with_environment
 from benchmarks.whole import memory
 from benchmarks.whole.generation import Case, Generated, Generating, Way
+from benchmarks.whole.models import require_transformers
 from benchmarks.whole.progress import progress
 from benchmarks.whole.workers import DoesNotFit, Failed, Worker
 
@@ -168,6 +169,7 @@ def main(
 
     Example: python -m benchmarks.generate --tiny --out generate.csv
     """
+    require_transformers()
     path = out or RESULTS / gpu_folder() / "generate.csv"
     end = time.monotonic() + 60 * minutes
     its = environment()

@@ -4,8 +4,8 @@
 
 Runs tests/gpu, tunes the head of the catalogue, benchmarks it and decoding, and times first
 results; where Nsight Compute is installed, compares predicted with counted bytes and runs the
-experiments on I/O. Each part is a process with its own slice of the time; what is on disk when one
-fails, or when the time is over, stays:
+experiments on I/O; whole runs of models get the time that is left. Each part is a process with its
+own slice of the time; what is on disk when one fails, or when the time is over, stays:
 
     summary.md        all of it in short, written again after every part
     environment.txt   GPU, driver, versions, commit
@@ -16,6 +16,7 @@ fails, or when the time is over, stays:
     first_result.csv  one row per provider: bundle, compiling, FlexAttention
     counters.csv      one row per workload and kernel
     io/               experiments on I/O: rows.csv and verdicts.csv
+    whole/            training, block-sparse time, memory against length, generation
     trials/           every config the tuner tried, a line of JSON each
     log.txt           everything the parts printed
 
@@ -47,6 +48,10 @@ PEERS = ("tilegen", "sdpa-flash", "sdpa-cudnn", "flex")
 """Providers that are timed: `python -m benchmarks.run` times all."""
 MOST_PROCESSES = 14
 """Upper bound on the processes of pytest: each holds half a gigabyte of the GPU's memory."""
+WHOLE = "train", "sparse_share", "memory_length", "generate"
+"""Whole runs, last."""
+LEFT_OVER = 0.01
+"""Share of parts that get what the others leave."""
 LAST_SECONDS = 16.0
 """Time that is kept for the summary and for a part that is slow to end [seconds]."""
 
@@ -123,6 +128,16 @@ def parts(out: Path) -> list[Part]:
             name="io",
             command=lambda s: module("io_counters", minutes(s), f"--out={out / 'io'}"),
             share=0.15,
+        ),
+        *(
+            Part(
+                name=name,
+                command=lambda s, name=name: module(
+                    name, minutes(s), f"--out={out / 'whole' / name}.csv"
+                ),
+                share=LEFT_OVER,
+            )
+            for name in WHOLE
         ),
     ]
 

@@ -8,10 +8,8 @@ back, and does it again: the peak of the second time, less what the process had 
 
 from __future__ import annotations
 
-import math
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,6 +27,7 @@ from benchmarks.environment import (
 )
 from benchmarks.rows import append, read, same_values, with_environment
 from benchmarks.whole import figures, memory
+from benchmarks.whole.lines import growth
 from benchmarks.whole.progress import progress
 from benchmarks.whole.workers import DoesNotFit, Failed, Worker
 from tilegen.check.reference import dense_mask
@@ -152,20 +151,6 @@ def _too_long(mask: str, seqlen: int, attention: str, device: str) -> str | None
     return None
 
 
-def growth(rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
-    """Yield how the memory of each attention grows: the exponent over the last two doublings."""
-    points: dict[tuple[str, str], list[tuple[int, float]]] = defaultdict(list)
-    for row in rows:
-        if row["status"] == "ok":
-            key = row["mask"], row["attention"]
-            points[key].append((int(row["seqlen"]), float(row["peak_mib"])))
-    for (mask, attention), of_key in points.items():
-        if len(of_key) > 2:
-            (first, less), _, (last, more) = sorted(of_key)[-3:]
-            exponent = math.log(more / less) / math.log(last / first)
-            yield f"{mask:7} {attention:8} {more:8.0f} MiB at {last}, grows as N^{exponent:.2f}"
-
-
 def main(
     out: Annotated[Path | None, typer.Option(help="result file")] = None,
     minutes: Annotated[float, typer.Option(help="time to spend")] = 8.0,
@@ -181,7 +166,7 @@ def main(
     """
     path = out or RESULTS / gpu_folder() / "memory_length.csv"
     if figure:
-        draw(read(path), path.with_suffix(""))
+        figures.save_memory(read(path), path)
         return
     end = time.monotonic() + 60 * minutes
     its = environment()
@@ -205,14 +190,6 @@ def main(
         print(text)
     if left:
         print(f"time is up: {left} cases left; type the same command again")
-
-
-def draw(rows: Sequence[Mapping[str, str]], path: Path) -> None:
-    """Draw memory against length, a panel for each mask."""
-    figures.require_matplotlib()
-    panels = {f"{mask}, fp32": [row for row in rows if row["mask"] == mask] for mask in MASKS}
-    labels = "tokens", "MiB, forward and backward"
-    figures.save(figures.curves(panels, x="seqlen", y="peak_mib", labels=labels), path)
 
 
 if __name__ == "__main__":

@@ -10,14 +10,12 @@ blocks cost, and what a call costs without any.
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
-import numpy as np
 import torch
 import typer
 
@@ -25,6 +23,7 @@ import tilegen
 from benchmarks.environment import RESULTS, Environment, environment, gpu_folder, has_gpu
 from benchmarks.rows import append, read, same_values, with_environment
 from benchmarks.whole import figures
+from benchmarks.whole.lines import fitted_lines
 from benchmarks.whole.progress import progress
 from tilegen.check.reference import dense_mask
 from tilegen.cpu.timing import timed_in_turns
@@ -56,24 +55,6 @@ class SparseRow(Environment):
     rounds: int
     over_tilegen: float
     """Time of this attention over tilegen's, the median over rounds."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Line:
-    """A straight line through times, `overhead + slope * share`."""
-
-    overhead: float
-    slope: float
-    apart: float
-    """Largest distance of a time from the line, of the time of all blocks."""
-
-
-def fitted(points: Sequence[tuple[float, float]]) -> Line:
-    """Return the line through (share, time) with the least squares of relative errors."""
-    x, y = np.array(points).T
-    slope, overhead = np.polyfit(x, y, 1, w=1 / y)
-    apart = np.abs(overhead + slope * x - y).max() / (overhead + slope)
-    return Line(overhead=float(overhead), slope=float(slope), apart=float(apart))
 
 
 def passes(
@@ -148,42 +129,13 @@ def measure(
             )
 
 
-def lines(rows: Sequence[Mapping[str, str]]) -> dict[tuple[str, str, str], Line]:
-    """Return the lines of tilegen's times, by length, dtype and direction."""
-    points: dict[tuple[str, str, str], list[tuple[float, float]]] = defaultdict(list)
-    for row in rows:
-        if row["attention"] == "tilegen":
-            key = row["seqlen"], row["dtype"], row["direction"]
-            points[key].append((float(row["share"]), float(row["ms"])))
-    return {key: fitted(of_key) for key, of_key in points.items() if len(of_key) > 2}
-
-
 def described(rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
     """Yield each line in words."""
-    for (seqlen, dtype, direction), line in lines(rows).items():
+    for (seqlen, dtype, direction), line in fitted_lines(rows).items():
         yield (
             f"{seqlen} tokens, {dtype}, {direction}: {line.overhead:.2f} ms and {line.slope:.1f} "
             f"ms for all blocks; no time is off by more than {100 * line.apart:.1f} % of that"
         )
-
-
-def draw(rows: Sequence[Mapping[str, str]], path: Path) -> None:
-    """Draw the times of the longest sequences, a panel for each dtype and direction."""
-    figures.require_matplotlib()
-    longest = max(int(row["seqlen"]) for row in rows)
-    kinds = [(row["dtype"], row["direction"]) for row in rows if int(row["seqlen"]) == longest]
-    panels = {
-        f"{longest} tokens, {dtype}, {direction}": [
-            row
-            for row in rows
-            if (row["seqlen"], row["dtype"], row["direction"]) == (str(longest), dtype, direction)
-        ]
-        for dtype, direction in dict.fromkeys(kinds)
-    }
-    drawn = figures.curves(
-        panels, x="share", y="ms", labels=("share of blocks kept", "ms"), logarithmic=False
-    )
-    figures.save(drawn, path)
 
 
 def main(
@@ -201,7 +153,7 @@ def main(
     """
     path = out or RESULTS / gpu_folder() / "sparse_share.csv"
     if figure:
-        draw(read(path), path.with_suffix(""))
+        figures.save_sparse(read(path), path)
         return
     end = time.monotonic() + 60 * minutes
     its = environment()

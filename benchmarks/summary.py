@@ -11,6 +11,7 @@ from typing import Any
 
 from benchmarks.parts import Outcome
 from benchmarks.rows import markdown, read
+from benchmarks.whole_summary import lines_of
 
 
 def summarise(out: Path, outcomes: Sequence[Outcome]) -> str:
@@ -30,6 +31,7 @@ def summarise(out: Path, outcomes: Sequence[Outcome]) -> str:
         "First results": _first_results(out / "first_result.csv"),
         "Predicted and counted": _counters(out / "counters.csv"),
         "Experiments on I/O": _experiments(out / "io" / "verdicts.csv"),
+        "Whole runs": "\n".join(lines_of(out / "whole")),
     }
     body = "\n\n".join(f"## {title}\n\n{text or 'No result.'}" for title, text in sections.items())
     return f"# GPU check\n\n{body}\n"

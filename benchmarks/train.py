@@ -32,7 +32,7 @@ from benchmarks.rows import append, read, same_values, with_environment
 from benchmarks.whole import memory
 from benchmarks.whole.losses import CASES as OF_LOSSES
 from benchmarks.whole.losses import LossRow, compare
-from benchmarks.whole.models import FEATURES, MODELS
+from benchmarks.whole.models import FEATURES, MODELS, require_transformers
 from benchmarks.whole.progress import progress
 from benchmarks.whole.training import Case, Training, why_not
 from benchmarks.whole.workers import DoesNotFit, Failed, Worker
@@ -261,8 +261,9 @@ def main(
     if draw:
         from benchmarks.whole import figures
 
-        figures.save_training(read(path), path.with_suffix(""))
+        figures.save_training(read(path), path)
         return
+    require_transformers()
     end = time.monotonic() + 60 * minutes
     its = environment()
     number = threads or torch.get_num_threads()

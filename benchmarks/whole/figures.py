@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmarks.rows import read
 from benchmarks.study.figures import BLUE, GREEN, GREY, ORANGE, require_matplotlib, save
 
 if TYPE_CHECKING:
@@ -22,10 +23,48 @@ STYLES = {
 """Colour and label of each attention."""
 
 
+def draw_all(folder: Path) -> None:
+    """Draw each figure of which a folder has the rows, beside them."""
+    savers = {"train": save_training, "memory_length": save_memory, "sparse_share": save_sparse}
+    for name, save_rows in savers.items():
+        path = folder / f"{name}.csv"
+        if rows := read(path):
+            save_rows(rows, path)
+
+
 def save_training(rows: Sequence[Row], path: Path) -> None:
-    """Draw and write the figure of training."""
+    """Draw the figure of training, and write it beside the rows."""
     require_matplotlib()
-    save(training(rows), path)
+    save(training(rows), path.with_suffix(""))
+
+
+def save_memory(rows: Sequence[Row], path: Path) -> None:
+    """Draw memory against length, a panel for each mask."""
+    require_matplotlib()
+    panels = {
+        f"{mask}, fp32": [row for row in rows if row["mask"] == mask]
+        for mask in dict.fromkeys(row["mask"] for row in rows)
+    }
+    labels = "tokens", "MiB, forward and backward"
+    save(curves(panels, x="seqlen", y="peak_mib", labels=labels), path.with_suffix(""))
+
+
+def save_sparse(rows: Sequence[Row], path: Path) -> None:
+    """Draw the times of the longest sequences, a panel for each dtype and direction."""
+    require_matplotlib()
+    longest = max(int(row["seqlen"]) for row in rows)
+    kinds = [(row["dtype"], row["direction"]) for row in rows if int(row["seqlen"]) == longest]
+    panels = {
+        f"{longest} tokens, {dtype}, {direction}": [
+            row
+            for row in rows
+            if (row["seqlen"], row["dtype"], row["direction"]) == (str(longest), dtype, direction)
+        ]
+        for dtype, direction in dict.fromkeys(kinds)
+    }
+    labels = "share of blocks kept", "ms"
+    drawn = curves(panels, x="share", y="ms", labels=labels, logarithmic=False)
+    save(drawn, path.with_suffix(""))
 
 
 def training(rows: Sequence[Row]) -> Figure:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from benchmarks.whole import paged
 from benchmarks.whole.models import MODELS
@@ -47,7 +46,7 @@ class Generated:
     """Share of drafts that were right."""
 
 
-class _Clock(LogitsProcessor):
+class _Clock:
     """Notes the time of each step's logits."""
 
     def __init__(self) -> None:
@@ -103,6 +102,8 @@ class Generating:
         return Generated(tokens=list(tokens), first_s=first, per_token_s=per_token)
 
     def _generate(self, prompt: list[int]) -> tuple[list[int], _Clock]:
+        from transformers import GenerationConfig, LogitsProcessorList
+
         clock = _Clock()
         ids = torch.tensor([prompt], device=self.device)
         config = GenerationConfig(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
+import typer
 
 Family = Literal["gpt2", "bert", "llama", "classifier"]
 Feature = Literal["documents", "window", "dropout", "checkpointing", "compile"]
@@ -136,6 +138,13 @@ class Model:
             starts = torch.cat([torch.zeros(1, dtype=torch.int64), ends[:-1]])
             given["position_ids"] = (places - starts[number]).expand(batch, -1)
         return {name: tensor.to(device) for name, tensor in given.items()}
+
+
+def require_transformers() -> None:
+    """End with one line where there is no transformers."""
+    if find_spec("transformers") is None:
+        print("models need transformers; install it with: pip install 'tilegen[integrations]'")
+        raise typer.Exit(1)
 
 
 def _refuse(features: frozenset[Feature], feature: str, reason: str) -> None:

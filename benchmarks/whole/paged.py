@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
 
 import tilegen
 
@@ -68,6 +67,8 @@ class Served:
 
 def register() -> None:
     """Register attention over pages, which takes its step from the model's arguments."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _no_mask)
 

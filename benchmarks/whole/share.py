@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 
 class Watch:
@@ -71,6 +70,8 @@ class _Output(torch.autograd.Function):
 @contextmanager
 def watched(attention: str, device: str) -> Iterator[Watch]:
     """Time the calls of an attention implementation of transformers within a `with` block."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
     watch = Watch(device)
     known = ALL_ATTENTION_FUNCTIONS.get(attention)
 

@@ -10,6 +10,7 @@ import torch
 from benchmarks import memory_length, sparse_share
 from benchmarks.environment import environment
 from benchmarks.rows import read
+from benchmarks.whole.lines import fitted, growth
 from benchmarks.whole.workers import Worker
 
 DIM = memory_length.HEAD_DIM
@@ -42,7 +43,7 @@ def test_the_growth_is_an_exponent() -> None:
         for n in (64, 128, 256)
         for x in [3.0 * n**power]
     ]
-    linear, square = memory_length.growth(rows)
+    linear, square = growth(rows)
     assert linear.endswith("N^1.00")
     assert square.endswith("N^2.00")
 
@@ -71,11 +72,11 @@ def test_times_of_blocks_and_a_run_that_goes_on(
 
 
 def test_a_line_through_times() -> None:
-    line = sparse_share.fitted([(x, 2.0 + 30.0 * x) for x in (0.1, 0.5, 1.0)])
+    line = fitted([(x, 2.0 + 30.0 * x) for x in (0.1, 0.5, 1.0)])
     assert line.overhead == pytest.approx(2.0)
     assert line.slope == pytest.approx(30.0)
     assert line.apart < 1e-9
-    bent = sparse_share.fitted([(0.1, 5.0), (0.5, 30.0), (1.0, 32.0)])
+    bent = fitted([(0.1, 5.0), (0.5, 30.0), (1.0, 32.0)])
     assert bent.apart > 0.1
 
 

@@ -161,4 +161,4 @@ def test_summary_of_broken_files_says_no_result(tmp_path: Path) -> None:
     (tmp_path / "tests.xml").write_text("<testsuites><tests")
     (tmp_path / "records.tar.gz").write_bytes(b"\x1f\x8b half")
     (tmp_path / "benchmarks.csv").write_text("workload,pro")
-    assert summarise(tmp_path, []).count("No result.") == 8
+    assert summarise(tmp_path, []).count("No result.") == 9
