@@ -21,6 +21,9 @@ Row = Mapping[str, str]
 Case = dict[str, Row]
 """The rows of a case, by attention."""
 MISSING = "-"
+PAGE = RESULTS.parent / "whole_runs.md"
+TABLES = "## Tables\n"
+"""Heading of the page, after which nothing else follows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,13 +220,22 @@ def lines_of(folder: Path) -> Iterator[str]:
         yield f"### {title}\n\n{table}\n"
 
 
+def with_tables(page: str, folder: Path) -> str:
+    """Return a page with the tables of a folder after its heading TABLES."""
+    prose, heading, _ = page.partition(TABLES)
+    return f"{prose}{heading}\n" + "\n".join(lines_of(folder))
+
+
 def main(
     folder: Annotated[Path, typer.Option(help="folder of result files")] = RESULTS / "cpu",
+    write: Annotated[bool, typer.Option("--write", help="write them into the page")] = False,
     figure: Annotated[bool, typer.Option("--figure", help="draw the figures, too")] = False,
 ) -> None:
     """Print the tables of a folder's result files."""
     for text in lines_of(folder):
         print(text)
+    if write:
+        PAGE.write_text(with_tables(PAGE.read_text("utf-8"), folder), encoding="utf-8")
     if figure:
         from benchmarks.whole import figures
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import signal
+import threading
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -102,7 +104,8 @@ def _serve(
     threads: int,
 ) -> None:
     """Make the object and answer calls until the other end closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, which closes the pipe
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
+    threading.Thread(target=_end_with_the_parent, daemon=True).start()
     try:
         torch.set_num_threads(threads)
         _ = torch.ones(256, 256) @ torch.ones(
@@ -119,6 +122,14 @@ def _serve(
     except Exception as error:
         with contextlib.suppress(OSError):
             to.send(_told(error))
+
+
+def _end_with_the_parent() -> None:
+    """End this process, whatever it computes, when its parent has ended."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _told(error: Exception) -> tuple[str, str]:

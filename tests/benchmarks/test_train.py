@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ import pytest
 pytest.importorskip("transformers", reason="needs the package transformers")
 
 from benchmarks import train
+from benchmarks.environment import ROOT
 from benchmarks.rows import read
 from benchmarks.whole.models import MODELS
 from benchmarks.whole.workers import DoesNotFit, Failed, Worker
@@ -40,6 +44,41 @@ def test_memory_beyond_the_limit_and_a_process_that_ends() -> None:
             worker.call("gib", 1.2)
     with _worker(1.0) as worker, pytest.raises(Failed, match="SIGABRT"):
         worker.call("abort")
+
+
+class Sleeps:
+    """Something that takes long, and says which process it is in."""
+
+    def __init__(self, path: str) -> None:
+        Path(path).write_text(str(os.getpid()))
+
+    def sleep(self) -> None:
+        time.sleep(600)
+
+
+def test_a_worker_ends_with_its_parent_whatever_it_does(tmp_path: Path) -> None:
+    path = tmp_path / "pid"
+    code = (
+        "from benchmarks.whole.workers import Worker\n"
+        "from tests.benchmarks.test_train import Sleeps\n"
+        "if __name__ == '__main__':\n"
+        f"    worker = Worker(Sleeps, {str(path)!r}, gib=1.0, device='cpu', threads=1)\n"
+        "    print('started', flush=True)\n"
+        "    worker.call('sleep')\n"
+    )
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    parent = subprocess.Popen([sys.executable, str(script)], env=env, stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    assert parent.stdout.readline() == b"started\n"
+    parent.kill()
+    parent.wait()
+    worker = Path(f"/proc/{path.read_text()}")
+    end = time.monotonic() + 60
+    while worker.exists():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def test_rows_of_a_case_and_a_run_that_goes_on(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import memory_length, sparse_share
-from benchmarks.environment import environment
+from benchmarks import memory_length, sparse_share, train, whole_summary
+from benchmarks.environment import RESULTS, environment
 from benchmarks.rows import read
 from benchmarks.whole.lines import fitted, growth
 from benchmarks.whole.workers import Worker
@@ -69,6 +69,17 @@ def test_times_of_blocks_and_a_run_that_goes_on(
     assert len(list(sparse_share.described(rows))) == 2
     sparse_share.main(out=out, minutes=5.0, seconds=0.001, length=[512], figure=True)
     assert out.with_suffix(".svg").exists()
+
+
+def test_the_page_has_the_tables_of_the_result_files() -> None:
+    page = whole_summary.PAGE.read_text()
+    assert whole_summary.with_tables(page, RESULTS / "cpu") == page
+
+
+def test_claims_name_cases_that_are_trained() -> None:
+    for claim in whole_summary.CLAIMS:
+        assert claim.case in train.ON_CPU
+        assert claim.over in train.ATTENTIONS
 
 
 def test_a_line_through_times() -> None:
