@@ -83,9 +83,13 @@ class TrainRow(Environment):
     """The median of the timed steps."""
     least_ms: float | None = None
     rounds: int = 0
+    cpu_ms: float | None = None
+    """The median time of all cores, which other programs change less than `step_ms`."""
     tokens_per_s: float | None = None
     over_tilegen: float | None = None
     """Time of this attention over tilegen's, the median over rounds: below 1, tilegen is slower."""
+    cpu_over_tilegen: float | None = None
+    """The same of `cpu_ms`."""
     attention_share: float | None = None
     """Share of a step that attention takes, forward and backward."""
     peak_mib: float | None = None
@@ -191,9 +195,10 @@ def _in_turns(
     warm: Mapping[str, float],
     lost: dict[str, Exception],
     seconds: float,
-) -> dict[str, list[float]]:
-    """Return the times of steps that workers take in turns; a worker that fails goes to `lost`."""
-    times: dict[str, list[float]] = {name: [] for name in workers}
+) -> dict[str, list[tuple[float, float]]]:
+    """Return the times of steps that workers take in turns, each with that of all cores; a worker
+    that fails goes to `lost`."""
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in workers}
     fastest = warm.get("tilegen", min(warm.values(), default=0.0))
     end = time.monotonic() + seconds
     rounds = 0
@@ -202,7 +207,7 @@ def _in_turns(
             if name in lost or (rounds and warm[name] > MOST_RATIO * fastest):
                 continue
             try:
-                times[name].append(worker.call("step")[0])
+                times[name].append(worker.call("step"))
             except (DoesNotFit, Failed) as error:
                 lost[name] = error
         rounds += 1
@@ -211,29 +216,34 @@ def _in_turns(
 
 def _values(
     attention: str,
-    times: Mapping[str, Sequence[float]],
+    times: Mapping[str, Sequence[tuple[float, float]]],
     ends: Mapping[str, Mapping[str, Any]],
     case: Case,
 ) -> dict[str, Any]:
     """Return the columns of an attention that was timed."""
-    taken, end = times[attention], dict(ends[attention])
+    (taken, busy), end = zip(*times[attention], strict=True), dict(ends[attention])
     losses = end.pop("losses")
     median = statistics.median(taken)
-    pairs = zip(taken, times.get("tilegen", ()), strict=False)
+    pairs = list(zip(times[attention], times.get("tilegen", ()), strict=False))
+    ratios: dict[str, float] = {}
+    if pairs:
+        for place, name in enumerate(("over_tilegen", "cpu_over_tilegen")):
+            ratios[name] = statistics.median(one[place] / own[place] for one, own in pairs)
     deviation = None
     if "eager" in ends:
         both = zip(losses, ends["eager"]["losses"], strict=False)
         deviation = max(abs(a - b) for a, b in both)
-    return end | {
+    measured = {
         "step_ms": 1e3 * median,
         "least_ms": 1e3 * min(taken),
         "rounds": len(taken),
+        "cpu_ms": 1e3 * statistics.median(busy),
         "tokens_per_s": case.batch * case.seqlen / median,
-        "over_tilegen": statistics.median(b / a for b, a in pairs) if "tilegen" in times else None,
         "first_loss": losses[0],
         "last_loss": losses[-1],
         "deviation": deviation,
     }
+    return end | ratios | measured
 
 
 def main(
