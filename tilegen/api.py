@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tilegen.bundles.building import Made
     from tilegen.bundles.manifest import Manifest
     from tilegen.check.verification import Check
+    from tilegen.cpu.processors import Processor
     from tilegen.emit.identity import RenderedKernel
     from tilegen.explaining.text import Explanation
     from tilegen.gpus.spec import GpuSpec
@@ -150,7 +151,7 @@ def show(
 
 def generate(
     problem: AttentionProblem | str | Sequence[AttentionProblem | str] = (),
-    gpu: GpuSpec | str | Sequence[GpuSpec | str] | None = None,
+    gpu: GpuSpec | Processor | str | Sequence[GpuSpec | Processor | str] | None = None,
     *,
     out: Path | str = "dist",
     catalog: Path | str | None = None,
@@ -162,19 +163,19 @@ def generate(
     GPU.
 
     `problem` is a single problem or several; a `catalog` file of problems may replace it. `gpu` is
-    a single GPU or several; an `arch` such as `sm_90` may replace it, and takes the GPU that stands
-    for the architecture. `forward_only` leaves out the backward. `on_kernel` is called with each
-    binary once it is built. To continue a stopped run, call the function again. Raises Unsupported,
-    and BuildFailed after all other kernels are built.
+    a single GPU or several; an `arch` such as `sm_90` or `x86-64-v3` may replace it, and takes the
+    GPU that stands for the architecture. `forward_only` leaves out the backward. `on_kernel` is
+    called with each binary once it is built. To continue a stopped run, call the function again.
+    Raises Unsupported, and BuildFailed after all other kernels are built.
     """
     from tilegen.bundles.building import BOTH
     from tilegen.bundles.building import generate as write_bundle
     from tilegen.bundles.served import Bundle
 
-    problems, gpus, out = problems_of(problem, catalog), gpus_of(gpu, arch), Path(out)
+    problems, devices, out = problems_of(problem, catalog), devices_of(gpu, arch), Path(out)
     directions = ("forward",) if forward_only else BOTH
     try:
-        path = write_bundle(problems, gpus, out, directions=directions, on_kernel=on_kernel)
+        path = write_bundle(problems, devices, out, directions=directions, on_kernel=on_kernel)
     except KeyboardInterrupt:
         raise TilegenError(
             f"interrupted; what is built is kept in {out}, and the same command goes on"
@@ -320,19 +321,25 @@ def gpu_of(given: GpuSpec | str | None, fast_memory: int | str | None = None) ->
     return with_fast_memory(spec, size)
 
 
-def gpus_of(
-    given: GpuSpec | str | Sequence[GpuSpec | str] | None, arch: str | Sequence[str] = ()
-) -> list[GpuSpec]:
-    """Return the GPUs of an argument, or else those that stand for architectures. Raises
-    Unsupported."""
+def devices_of(
+    given: GpuSpec | Processor | str | Sequence[GpuSpec | Processor | str] | None,
+    arch: str | Sequence[str] = (),
+) -> list[GpuSpec | Processor]:
+    """Return the GPUs of an argument, or else the processors, and the GPUs that stand for
+    architectures. Raises Unsupported."""
+    from tilegen.cpu.processors import PROCESSORS, Processor
     from tilegen.gpus.spec import gpu_for
 
     archs = _several(arch)
     if given is not None and archs:
         raise Unsupported("expected an arch such as sm_90 or a GPU, got both")
     if archs:
-        return [gpu_for(name) for name in archs]
-    return [gpu_of(item) for item in _several(given)]
+        try:
+            return [PROCESSORS.get(name) or gpu_for(name) for name in archs]
+        except Unsupported as error:
+            raise Unsupported(f"{error}; for CPUs one of {', '.join(PROCESSORS)}") from None
+    several = _several(given)
+    return [item if isinstance(item, Processor) else gpu_of(item) for item in several]
 
 
 def _several(given: T | Sequence[T]) -> list[T]:

@@ -196,7 +196,7 @@ def test_the_command_says_what_it_made_and_the_other_checks_it(
         *("--arch", "sm_80", "sm_90"),
     )
     assert code == 0
-    assert "sm_80   fwd  " in said
+    assert "sm_80       fwd  " in said
     assert "1 problem; binaries: 1 for sm_80, 1 for sm_90; 0.1 MB" in said
     code, said = run("bundle", out, "--json")
     assert code == 0

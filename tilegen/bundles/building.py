@@ -1,5 +1,5 @@
 """Builds of bundles: emitted kernels and binaries for a list of problems, with one manifest. They
-need no GPU."""
+need neither the GPUs nor the processors that the binaries are for."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -18,13 +19,16 @@ from tilegen.bounded_cache import BoundedCache
 from tilegen.bundles.folder import Folder
 from tilegen.bundles.manifest import Binary, Manifest, Origin, Pass, Served
 from tilegen.choose.choice import Choice, Ranked
-from tilegen.choose.families import families_used
+from tilegen.choose.families import families_used, passes_of
 from tilegen.choose.records import Records
 from tilegen.compiling.acceptable import acceptable
 from tilegen.compiling.background import Background
 from tilegen.compiling.compiler import CompiledKernel
 from tilegen.compiling.tools import nvidia_tool
 from tilegen.compiling.workers import Pool
+from tilegen.cpu.choice import cpu_choice
+from tilegen.cpu.processors import Processor
+from tilegen.cpu.shared_objects import linker_of, release_of
 from tilegen.emit.identity import (
     RenderedKernel,
     kernel_digest,
@@ -58,30 +62,31 @@ class Made:
     problem: AttentionProblem
     binary: Binary
     problems_done: int
-    """Number of problems whose kernels are all built; a problem counts once for each GPU."""
+    """Number of problems whose kernels are all built; a problem counts once for each device."""
 
 
 @dataclass(frozen=True)
 class _Job:
-    """A kernel of a problem on a GPU, with the future of its choice and its binary."""
+    """A kernel of a problem on a device, with the future of its choice and its binary."""
 
     direction: Direction
     kernel: Kernel
-    built: Future[tuple[Choice, Binary]]
+    built: Future[tuple[Choice | None, Binary]]
+    """The choice is None on a CPU, where a rule chooses."""
 
 
 @dataclass(frozen=True)
 class _Jobs:
-    """All kernels of a problem on a GPU."""
+    """All kernels of a problem on a device."""
 
     problem: AttentionProblem
-    gpu: GpuSpec
+    device: GpuSpec | Processor
     jobs: list[_Job]
 
 
 def generate(
     problems: Sequence[AttentionProblem],
-    gpus: Sequence[GpuSpec],
+    devices: Sequence[GpuSpec | Processor],
     out: Path,
     *,
     directions: Sequence[Direction] = BOTH,
@@ -92,9 +97,10 @@ def generate(
     The config of each kernel comes from its record. Without a record it is the model's best that
     compiles to an acceptable kernel, or else the config that spills least. All cores compile. The
     same inputs and versions give the same bytes, and a stopped run is continued. `on_kernel` is
-    called with each kernel once it is built. Raises BuildFailed after all other kernels are built.
+    called with each kernel once it is built. Raises Unsupported without a linker for a processor,
+    and BuildFailed after all other kernels are built.
     """
-    folder = Folder(out, _versions())
+    folder = Folder(out, _versions(devices))
     done: list[_Jobs] = []
     failures: list[str] = []
     with (
@@ -104,7 +110,7 @@ def generate(
     ):
         builder = _Builder(folder, pool, compiling)
         unique = dict.fromkeys(problem.normal() for problem in problems)
-        pairs = [(problem, gpu) for gpu in gpus for problem in unique]
+        pairs = [(problem, device) for device in devices for problem in unique]
         begun = [choosing.submit(builder.begin, *pair, directions) for pair in pairs]
         for number, future in enumerate(begun, 1):
             done.append(work := future.result())
@@ -134,10 +140,15 @@ class _Builder:
         self._compiled = BoundedCache(MAX_COMPILED)
 
     def begin(
-        self, problem: AttentionProblem, gpu: GpuSpec, directions: Sequence[Direction]
+        self,
+        problem: AttentionProblem,
+        device: GpuSpec | Processor,
+        directions: Sequence[Direction],
     ) -> _Jobs:
         """Start building the kernels of a problem."""
-        records = Records(problem, gpu)
+        if isinstance(device, Processor):
+            return self._begin_on_cpu(problem, device, directions)
+        records = Records(problem, device)
         only = directions[0] if len(directions) == 1 else None
         jobs: list[_Job] = []
         for family in families_used(records, only):
@@ -148,14 +159,39 @@ class _Builder:
                 before = jobs[-1] if task.before else None
                 built = self._threads.submit(self._choose, records, task, before)
                 jobs.append(_Job(family.direction, kernel, built))
-        return _Jobs(problem, gpu, jobs)
+        return _Jobs(problem, device, jobs)
+
+    def _begin_on_cpu(
+        self, problem: AttentionProblem, processor: Processor, directions: Sequence[Direction]
+    ) -> _Jobs:
+        jobs: list[_Job] = []
+        for direction in directions if len(directions) == 1 else passes_of(problem):
+            for kernel, config in cpu_choice(problem, direction)[1].items():
+                rendered = render(problem, config, kernel)
+                built = self._threads.submit(self._build_for, processor, rendered)
+                jobs.append(_Job(direction, kernel, built))
+        return _Jobs(problem, processor, jobs)
+
+    def _build_for(
+        self, processor: Processor, rendered: RenderedKernel
+    ) -> tuple[Choice | None, Binary]:
+        """Build a kernel for a processor. Raises BuildFailed."""
+        if known := self._folder.known(rendered, processor.name):
+            return None, known
+        built = self._compile(rendered, processor.name)
+        if isinstance(built, BuildFailed):
+            raise built
+        source = built.rendered.source.encode()
+        return None, self._folder.add(binary_of(built), built.binary, source)
 
     def _choose(
         self, records: Records, task: KernelTask, before: _Job | None
-    ) -> tuple[Choice, Binary]:
+    ) -> tuple[Choice | None, Binary]:
         """Choose and build a kernel. A kernel that joins splits depends on the choice before it."""
         if before is not None:
-            task = joined_to(task, {before.kernel: before.built.result()[0]})
+            made, _ = before.built.result()
+            assert made is not None
+            task = joined_to(task, {before.kernel: made})
         # A program that launches raw binaries would have to build descriptors itself.
         ranked = rank(records, task, describable=False, may_compile=True)
         first = ranked.configs[0]
@@ -231,6 +267,7 @@ def binary_of(compiled: CompiledKernel) -> Binary:
         resources=compiled.reported,
         digest=rendered.digest,
         template_digest=template_digest(rendered.kernel),
+        on_cpu=compiled.on_cpu,
     )
 
 
@@ -252,8 +289,8 @@ def _manifest(done: Sequence[_Jobs], versions: dict[str, str]) -> Manifest:
             Served(
                 problem=work.problem.key,
                 serves=representative(work.problem).key,
-                gpu=work.gpu.name,
-                arch=work.gpu.arch,
+                gpu=work.device.name,
+                arch=_arch(work.device),
                 aligned=rows_are_aligned(work.problem),
                 passes=passes,
             )
@@ -261,11 +298,17 @@ def _manifest(done: Sequence[_Jobs], versions: dict[str, str]) -> Manifest:
     return Manifest(versions=versions, problems=tuple(served), binaries=tuple(binaries.values()))
 
 
-def _origin(choice: Choice) -> Origin:
-    return "model" if choice.ranked.origin == "model" else "record"
+def _origin(choice: Choice | None) -> Origin:
+    return "model" if choice is None or choice.ranked.origin == "model" else "record"
 
 
-def _versions() -> dict[str, str]:
+def _arch(device: GpuSpec | Processor) -> str:
+    return device.name if isinstance(device, Processor) else device.arch
+
+
+def _versions(devices: Sequence[GpuSpec | Processor]) -> dict[str, str]:
+    """Return the versions of all that determines a bundle's bytes. Raises Unsupported without a
+    linker for a processor."""
     import triton
 
     from tilegen.version import __version__
@@ -277,9 +320,15 @@ def _versions() -> dict[str, str]:
         match = re.search(r"\bV(\d+\.\d+\.\d+)", output)
         return match[1] if match else ""
 
+    linkers = [linker_of(device) for device in devices if isinstance(device, Processor)]
+    on_cpu: dict[str, str] = {}
+    if linkers:
+        on_cpu["llvmlite"] = version("llvmlite")
+        on_cpu["linker"] = ", ".join(sorted(set(map(release_of, linkers))))
     return {
         "tilegen": __version__,
         "triton": triton.__version__,
+        **on_cpu,
         "ptxas": release("ptxas"),  # up to sm_90
         "ptxas_blackwell": release("ptxas-blackwell"),  # from sm_100 on
     }

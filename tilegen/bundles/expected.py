@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tilegen.bundles.folder import read
 from tilegen.bundles.manifest import TYPES, Binary, Manifest, Served
+from tilegen.cpu.processors import PROCESSORS
 from tilegen.emit.identity import VECTOR_BYTES, argument_names, digest_of_kind, template_digest
 from tilegen.kernels.arguments import extra
 from tilegen.kernels.config import threads_of
@@ -59,9 +60,13 @@ def _difference(path: Path, served: Served, binary: Binary) -> str:
     group_size, dtype = int(kind[1]), kind[2]
     if binary.digest != digest_of_kind(served.serves, binary.config, binary.kernel, served.aligned):
         return "its digest is that of another kernel, mask, config or tilegen"
+    processor = PROCESSORS.get(binary.arch)
+    needed = processor.features if processor else None
+    threads = 1 if processor else threads_of(binary.arch, binary.config.num_warps)
     unit = VECTOR_BYTES // DTYPE_BYTES[dtype] if served.aligned else 1
     for name, stated, expected in (
-        ("threads", binary.threads, threads_of(binary.arch, binary.config.num_warps)),
+        ("threads", binary.threads, threads),
+        ("features", binary.on_cpu and binary.on_cpu.features, needed),
         ("stride_unit", binary.stride_unit, unit),
         ("grid", binary.grid, grid_of(binary.kernel, binary.config, group_size)),
         ("folder", binary.file.partition("/")[0], binary.arch),
@@ -79,7 +84,7 @@ def _of_arguments(binary: Binary, names: Iterable[str], dtype: str) -> str:
     known = KERNELS[binary.kernel].by_name
     expected = [(name, known.get(name) or extra(name)) for name in names]
     stated = list(binary.arguments)
-    scratch = SCRATCH_POINTERS
+    scratch = 0 if binary.on_cpu else SCRATCH_POINTERS
     if binary.arch.startswith("gfx"):  # any number: it depends on the Triton that compiled
         scratch = len(stated) - len(expected)
     expected += [(name, extra(name)) for name in (f"scratch_{i}" for i in range(scratch))]

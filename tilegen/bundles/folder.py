@@ -129,3 +129,12 @@ def read(path: Path, limit: int = MAX_FILE) -> bytes | None:
     with suppress(InvalidRecord):
         return read_bytes(path, limit)
     return None
+
+
+def damage(path: Path, names: list[str]) -> str:
+    """Describe files that are not what the manifest of a folder says."""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return (
+        f"{names[0]}{more} in {path} is missing or not what the manifest says; "
+        "copy the bundle again, or generate it again"
+    )

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tilegen.bundles.manifest import Binary
+from tilegen.bundles.on_cpu import OnCpuFunction
 from tilegen.errors import Unsupported
 from tilegen.launch.launcher import Launched, Launcher, Run
 
 if TYPE_CHECKING:
     from tilegen.bundles.driver import Function
+    from tilegen.cpu.function import CpuFunction
 
 _FORMATS = {"i32": "i", "fp32": "f"}
 """Format characters of `struct` for types of arguments; all other types are pointers."""
@@ -77,7 +79,17 @@ def launcher_of(binary: Binary, load: Callable[[], Function]) -> Launcher:
 
     `load` is called at the first launch. Raises Unsupported for unknown arguments.
     """
-    launched = Launched(
+    types = [type_ for _, type_ in binary.arguments]
+    return Launcher(_launched(binary), Packed(types, binary.threads, binary.function, load))
+
+
+def launcher_on_cpu(binary: Binary, load: Callable[[], CpuFunction]) -> Launcher:
+    """Return the same for a binary that runs on this machine's processor."""
+    return Launcher(_launched(binary), OnCpuFunction(binary, load))
+
+
+def _launched(binary: Binary) -> Launched:
+    return Launched(
         kernel=binary.kernel,
         config=binary.config,
         arguments=tuple(name for name, _ in binary.arguments),
@@ -85,5 +97,3 @@ def launcher_of(binary: Binary, load: Callable[[], Function]) -> Launcher:
         grid=binary.grid,
         where=binary.file,
     )
-    types = [type_ for _, type_ in binary.arguments]
-    return Launcher(launched, Packed(types, binary.threads, binary.function, load))

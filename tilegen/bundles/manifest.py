@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, cast, get_args
 
+from tilegen.cpu.processors import PROCESSORS, OnCpu
 from tilegen.errors import InvalidRecord
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import FAMILIES, KERNELS
 from tilegen.kernels.spec import Direction
 from tilegen.model.resources import Resources
 from tilegen.store.fields import MAX_TEXT, Fields, parse_json
-from tilegen.store.record import ARCH, arch_of, config_from, gpu_of, kernel_of
+from tilegen.store.record import ARCH as GPU_ARCH
+from tilegen.store.record import config_from, gpu_of, kernel_of
 
 MANIFEST = "manifest.json"
 SCHEMA = 2
@@ -32,6 +34,7 @@ GRID_SIZES = (
 )
 TYPES = ["*fp16", "*bf16", "*fp32", "*fp64", "*i8", "*u8", "*i16", "*i32", "*i64", "i32", "fp32"]
 """Types of arguments, as Triton names them; `*` marks a pointer."""
+ARCH = "|".join((GPU_ARCH, *map(re.escape, PROCESSORS)))
 MAX_ENTRIES = 100_000
 MAX_BYTES = 2**30
 
@@ -41,7 +44,7 @@ class Binary:
     """A compiled kernel."""
 
     file: str
-    """`sm_90/NAME.cubin`, relative to the manifest."""
+    """`sm_90/NAME.cubin` or `x86-64-v3/NAME.so`, relative to the manifest."""
     sha256: str
     """Digest of the file."""
     source: str
@@ -67,6 +70,8 @@ class Binary:
     """Digest of everything that determines the source."""
     template_digest: str
     """Digest of the kernel's template."""
+    on_cpu: OnCpu | None = None
+    """Facts about a shared object; None for a GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,14 +86,14 @@ class Pass:
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """A problem of the catalogue on one GPU model."""
+    """A problem of the catalogue on one GPU model or processor."""
 
     problem: str
     """Notation, with the sizes that the tiles were chosen for."""
     serves: str
     """Notation of the class of problems that the binaries compute: any batch, heads, lengths."""
     gpu: str
-    """Name of the GPU that the tiles were chosen for."""
+    """Name of the GPU or processor that the tiles were chosen for."""
     arch: str
     aligned: bool
     """True if addresses and strides must be multiples of 16 bytes."""
@@ -170,7 +175,9 @@ def _served_values(served: Served) -> dict[str, Any]:
 def binary_values(binary: Binary) -> dict[str, Any]:
     """Return the JSON values of a binary's entry; `binary_from` is the inverse."""
     values = {field.name: getattr(binary, field.name) for field in dataclasses.fields(binary)}
-    used = values.pop("resources")
+    used, on_cpu = values.pop("resources"), values.pop("on_cpu")
+    if on_cpu is not None:
+        values["on_cpu"] = dataclasses.asdict(on_cpu)
     return values | {
         "shared_bytes": used.shared_bytes,
         "registers": used.registers,
@@ -191,7 +198,7 @@ def _served(fields: Fields) -> Served:
         problem=problem,
         serves=fields.text("serves", longest=MAX_TEXT),
         gpu=gpu_of(fields),
-        arch=arch_of(fields),
+        arch=_arch(fields),
         aligned=fields.flag("aligned"),
         passes=passes,
     )
@@ -214,14 +221,15 @@ def _pass(fields: Fields, direction: Direction) -> Pass:
 
 def binary_from(fields: Fields) -> Binary:
     """Parse the entry of a binary. Raises InvalidRecord."""
-    kernel = kernel_of(fields)
+    kernel, arch = kernel_of(fields), _arch(fields)
+    on_cpu = _on_cpu(fields.group("on_cpu")) if arch in PROCESSORS else None
     return Binary(
         file=_file(fields, "file"),
         sha256=_sha256(fields, "sha256"),
         source=fields.text("source", r"kernels/[A-Za-z0-9_]+\.py", "such as kernels/NAME.py"),
         source_sha256=_sha256(fields, "source_sha256"),
         kernel=kernel,
-        arch=arch_of(fields),
+        arch=arch,
         function=fields.text("function", r"[A-Za-z_][A-Za-z0-9_]*", "the name of a function"),
         config=config_from(fields.group("config"), kernel),
         arguments=tuple(
@@ -233,7 +241,7 @@ def binary_from(fields: Fields) -> Binary:
             (entry.choice("size", GRID_SIZES), entry.integer("divisor", 1, 2**20))
             for entry in fields.groups("grid", 4)
         ),
-        threads=fields.integer("threads", 32, 1024),
+        threads=fields.integer("threads", 1 if on_cpu else 32, 1024),
         resources=Resources(
             shared_bytes=fields.integer("shared_bytes", 0, MAX_BYTES),
             registers=fields.integer("registers", 0, 1024),
@@ -241,12 +249,29 @@ def binary_from(fields: Fields) -> Binary:
         ),
         digest=fields.text("digest", r"[0-9a-f]{8,64}", "hexadecimal digits"),
         template_digest=fields.text("template_digest", r"[0-9a-f]{8,64}", "hexadecimal digits"),
+        on_cpu=on_cpu,
     )
+
+
+def _on_cpu(fields: Fields) -> OnCpu:
+    def names(field: str) -> tuple[str, ...]:
+        return tuple(fields.texts(field, r"[a-z][a-z0-9_]*", "a name", 200))
+
+    return OnCpu(
+        features=names("features"),
+        scratch_bytes=fields.integer("scratch_bytes", 0, MAX_BYTES),
+        written=names("written"),
+        added=names("added"),
+    )
+
+
+def _arch(fields: Fields) -> str:
+    return fields.text("arch", ARCH, "such as sm_90, gfx942 or x86-64-v3")
 
 
 def _file(fields: Fields, name: str) -> str:
     """Parse the path of a binary; the pattern admits only paths inside the bundle."""
-    pattern = rf"(?:{ARCH})/[A-Za-z0-9_]+\.(?:cubin|hsaco)"
+    pattern = rf"(?:{ARCH})/[A-Za-z0-9_]+\.(?:cubin|hsaco|so)"
     return fields.text(name, pattern, "such as sm_90/NAME.cubin", longest=300)
 
 

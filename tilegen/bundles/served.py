@@ -13,9 +13,11 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 from tilegen import bundles
+from tilegen.bundles.devices import check_devices, runs_on
 from tilegen.bundles.expected import why_not_ours
-from tilegen.bundles.folder import MAX_MANIFEST, read, sha256_of
+from tilegen.bundles.folder import MAX_MANIFEST, damage, read, sha256_of
 from tilegen.bundles.manifest import MANIFEST, Binary, Manifest, Served
+from tilegen.cpu.processors import PROCESSORS, runs_here
 from tilegen.disk import log
 from tilegen.emit.identity import representative
 from tilegen.errors import InvalidRecord, Unsupported
@@ -23,6 +25,7 @@ from tilegen.store.files import read_bytes, text_of
 
 if TYPE_CHECKING:
     from tilegen.bundles.driver import Function
+    from tilegen.cpu.function import CpuFunction
     from tilegen.gpus.spec import GpuSpec
     from tilegen.kernels.config import Kernel
     from tilegen.kernels.spec import Direction
@@ -47,6 +50,7 @@ class Bundle:
             for direction in served.passes:
                 self._classes[_class(served.serves, direction)].append(served)
         self._functions: dict[str, Function] = {}
+        self._on_cpu: dict[str, CpuFunction] = {}
         self._lock = Lock()
 
     def __repr__(self) -> str:
@@ -71,31 +75,49 @@ class Bundle:
         return why_not_ours(self.path, self.manifest)
 
     def find(
-        self, problem: AttentionProblem, gpu: GpuSpec, direction: Direction, *, aligned: bool
+        self,
+        problem: AttentionProblem,
+        gpu: GpuSpec | None,
+        direction: Direction,
+        *,
+        aligned: bool,
     ) -> list[Binary] | None:
         """Find the binaries of a pass, in the order of launches; None if the bundle has none.
 
-        Of the entries that serve the problem and fit the GPU, entries for its own architecture come
-        first, and then the entry whose tiles were chosen for the nearest sizes. `aligned` is True
-        if addresses and strides are multiples of 16 bytes.
+        Of the entries that serve the problem and run on the GPU, entries for its own architecture
+        come first, and then the entry whose tiles were chosen for the nearest sizes. Without a
+        `gpu` the entries are for this machine's processor, those with most of its features first.
+        `aligned` is True if addresses and strides are multiples of 16 bytes.
         """
-        best: tuple[tuple[bool, float], list[Binary]] | None = None
+        best: tuple[tuple[int, float], list[Binary]] | None = None
         for served in self._classes.get(_class(representative(problem).key, direction), ()):
-            if not runs_on(served.arch, gpu.arch) or (served.aligned and not aligned):
+            runs = runs_here(served.arch) if gpu is None else runs_on(served.arch, gpu.arch)
+            if not runs or (served.aligned and not aligned):
                 continue
             files = served.passes[direction].binaries.values()
             binaries = [self.manifest.by_file[file] for file in files]
-            fits = all(binary.resources.shared_bytes <= gpu.smem_per_block for binary in binaries)
-            rank = (served.arch != gpu.arch, _distance(problem, served))
+            if gpu is None:
+                fits, order = True, [*PROCESSORS].index(served.arch)
+            else:
+                most = gpu.smem_per_block
+                fits = all(binary.resources.shared_bytes <= most for binary in binaries)
+                order = int(served.arch != gpu.arch)
+            rank = (order, _distance(problem, served))
             if fits and (best is None or rank < best[0]):
                 best = rank, binaries
         return best and best[1]
 
     def launches(
-        self, problem: AttentionProblem, gpu: GpuSpec, direction: Direction, *, aligned: bool
+        self,
+        problem: AttentionProblem,
+        gpu: GpuSpec | None,
+        direction: Direction,
+        *,
+        aligned: bool,
     ) -> dict[Kernel, BoundKernel] | None:
-        """Return the kernels of a pass, ready to be launched; None if the bundle has none."""
-        from tilegen.bundles.launching import launcher_of
+        """Return the kernels of a pass, ready to be launched; None if the bundle has none. Without
+        a `gpu` they are for this machine's processor."""
+        from tilegen.bundles.launching import launcher_of, launcher_on_cpu
         from tilegen.launch.binding import BoundKernel
 
         if (binaries := self.find(problem, gpu, direction, aligned=aligned)) is None:
@@ -103,7 +125,10 @@ class Bundle:
         log.debug("%s for '%s': from %s", direction, problem, self)
         kernels: dict[Kernel, BoundKernel] = {}
         for binary in binaries:
-            launcher = launcher_of(binary, partial(self.function, binary))
+            if gpu is None:
+                launcher = launcher_on_cpu(binary, partial(self.on_cpu, binary, problem))
+            else:
+                launcher = launcher_of(binary, partial(self.function, binary))
             kernels[binary.kernel] = BoundKernel(
                 launcher.launch, problem.mask, binary.kernel, binary.config, launcher.extra_names
             )
@@ -120,11 +145,21 @@ class Bundle:
                 )
             return self._functions[binary.file]
 
+    def on_cpu(self, binary: Binary, problem: AttentionProblem) -> CpuFunction:
+        """Return a binary as a function of this machine's processor, opened at first use. Raises
+        Unsupported."""
+        from tilegen.bundles.on_cpu import opened
+
+        with self._lock:
+            if binary.file not in self._on_cpu:
+                self._on_cpu[binary.file] = opened(self.path, binary, problem)
+            return self._on_cpu[binary.file]
+
     def _code(self, binary: Binary) -> bytes:
         """Read a binary and check its digest. Raises Unsupported."""
         code = read(self.path / binary.file)
         if code is None or hashlib.sha256(code).hexdigest() != binary.sha256:
-            raise Unsupported(_damage(self.path, [binary.file]))
+            raise Unsupported(damage(self.path, [binary.file]))
         return code
 
 
@@ -133,56 +168,22 @@ def load_bundle(path: str | PathLike[str]) -> Bundle:
 
     Calls without a binary in the bundle (another head dim, dtype, group size, mask or score) are
     computed as usual. If several bundles are loaded, the last is searched first. On a machine
-    without a GPU the bundle is only checked.
+    without a GPU a bundle for GPUs is only checked.
 
     Raises Unsupported if the folder holds no bundle or a damaged one, if another tilegen made it,
-    or if it has no binaries for the GPUs of this machine.
+    if it has no binaries for the GPUs or the processor of this machine, or if another user could
+    have written binaries for processors.
     """
     bundle = Bundle(Path(path))
     if damaged := bundle.damaged():
-        raise Unsupported(_damage(bundle.path, damaged))
+        raise Unsupported(damage(bundle.path, damaged))
     if why := bundle.why_not_ours():
         raise Unsupported(f"{bundle.path} cannot be served: {why}; generate the bundle again")
-    _check_gpus(bundle)
+    check_devices(bundle)
     others = [other for other in bundles.loaded if other.path != bundle.path]
     bundles.loaded[:] = [bundle, *others]
     _plan_anew()
     return bundle
-
-
-def runs_on(arch: str, gpu_arch: str) -> bool:
-    """Check whether a binary for `arch` runs on a GPU of architecture `gpu_arch`. Up to sm_89,
-    binaries also run on later architectures of the same generation."""
-    of_binary, of_gpu = (re.fullmatch(r"sm_(\d+)(\d)", name) for name in (arch, gpu_arch))
-    if of_binary and of_gpu and of_binary[1] == of_gpu[1] and int(of_binary[1]) < 9:
-        return of_binary[2] <= of_gpu[2]
-    return arch == gpu_arch  # from sm_90 on, Triton uses features of a single architecture
-
-
-def _check_gpus(bundle: Bundle) -> None:
-    """Check that the bundle runs on a GPU of this machine, if there is any. Raises Unsupported."""
-    import torch
-
-    from tilegen.bundles.driver import driver
-    from tilegen.gpus.spec import detect
-
-    detected = [detect(index) for index in range(torch.cuda.device_count())]
-    gpus = [spec for spec in detected if spec]
-    if not gpus:
-        log.info("no GPU here: %s was checked, and nothing will run from it", bundle)
-        return
-    if gpus[0].arch.startswith("gfx"):
-        raise Unsupported(
-            f"expected an NVIDIA GPU to serve a bundle on, got {gpus[0].title}; attention "
-            "compiles here without it, and other programs can load its hsaco files"
-        )
-    archs = bundle.manifest.architectures
-    if not any(runs_on(arch, spec.arch) for arch in archs for spec in gpus):
-        raise Unsupported(
-            f"{bundle.path} has binaries for {', '.join(archs)}, and this GPU is an "
-            f"{gpus[0].arch} ({gpus[0].title}): generate with --arch {gpus[0].arch}"
-        )
-    driver()
 
 
 def _read(path: Path) -> Manifest:
@@ -197,14 +198,6 @@ def _read(path: Path) -> Manifest:
         return Manifest.from_json(text_of(data))
     except InvalidRecord as error:
         raise Unsupported(f"{file}: {error}; generate the bundle again") from None
-
-
-def _damage(path: Path, names: list[str]) -> str:
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return (
-        f"{names[0]}{more} in {path} is missing or not what the manifest says; "
-        "copy the bundle again, or generate it again"
-    )
 
 
 def _class(key: str, direction: Direction) -> str:

@@ -21,14 +21,16 @@ if TYPE_CHECKING:
 def generate(
     problem: Annotated[list[str] | None, typer.Argument(help="notation; repeatable")] = None,
     catalog: Annotated[Path | None, typer.Option(help="file of problems: text or .yaml")] = None,
-    arch: Annotated[list[str] | None, typer.Option(help="sm_90, gfx942; one or several")] = None,
+    arch: Annotated[
+        list[str] | None, typer.Option(help="sm_90, gfx942, x86-64-v3; one or several")
+    ] = None,
     gpu: Annotated[list[str] | None, typer.Option(help="catalogue name; repeatable")] = None,
     forward_only: Annotated[bool, typer.Option(help="no backward, for serving")] = False,
     out: Annotated[Path, typer.Option(help="folder to write")] = Path("dist"),
     json_: Json = False,
 ) -> None:
-    """Write a bundle: kernels, binaries and a manifest. Needs no GPU. A stopped run goes on when
-    started again.
+    """Write a bundle: kernels, binaries and a manifest, for GPUs and CPUs that need not be here. A
+    stopped run goes on when started again.
 
     Example: tilegen generate --catalog models.yaml --arch sm_80 sm_90 sm_100 --out dist
     """
@@ -44,19 +46,19 @@ def generate(
     problems = api.problems_of(notations, catalog)
     if bool(archs) == bool(gpu):
         raise Unsupported("expected --arch or --gpu, got both or neither; such as --arch sm_90")
-    gpus = api.gpus_of(gpu or None, archs)
+    devices = api.devices_of(gpu or None, archs)
     say = say_unless(json_)
     started = time.perf_counter()
     columns = TextColumn("problems"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     quiet = json_ or not console.is_terminal
     with Progress(*columns, console=console, transient=True, disable=quiet) as bar:
-        task = bar.add_task("", total=len({parsed.normal() for parsed in problems}) * len(gpus))
+        task = bar.add_task("", total=len({parsed.normal() for parsed in problems}) * len(devices))
 
         def on_kernel(made: Made) -> None:
             bar.update(task, completed=made.problems_done)
             say(_line(made))
 
-        api.generate(problems, gpus, out=out, forward_only=forward_only, on_kernel=on_kernel)
+        api.generate(problems, devices, out=out, forward_only=forward_only, on_kernel=on_kernel)
     written = Bundle(out)
     seconds = time.perf_counter() - started
     if json_:
@@ -87,7 +89,7 @@ def bundle(
     else:
         for entry in served.manifest.problems:
             kernels = [kernel for built in entry.passes.values() for kernel in built.binaries]
-            console.print(f"{entry.arch:8}'{entry.problem}'  {', '.join(kernels)}")
+            console.print(f"{entry.arch:12}'{entry.problem}'  {', '.join(kernels)}")
         for name in damaged:
             console.print(f"missing or not what the manifest says: {name}")
         if why:
@@ -99,9 +101,12 @@ def bundle(
 
 def _line(made: Made) -> str:
     binary, used = made.binary, made.binary.resources
+    head = f"{binary.arch:12}{binary.kernel:15}{binary.config.key:14}"
+    if binary.on_cpu is not None:
+        return f"{head}{binary.on_cpu.scratch_bytes:7} bytes of scratch a thread  '{made.problem}'"
     spills = f", {used.spill_bytes} bytes spilled" if used.spill_bytes else ""
     return (
-        f"{binary.arch:8}{binary.kernel:15}{binary.config.key:14}{used.registers:4} registers "
+        f"{head}{used.registers:4} registers "
         f"{used.shared_bytes:7} bytes shared{spills}  '{made.problem}'"
     )
 

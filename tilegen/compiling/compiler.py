@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tilegen import cpu
 from tilegen.compiling.tools import nvidia_tool
+from tilegen.cpu.processors import PROCESSORS, OnCpu
 from tilegen.disk import log
 from tilegen.emit.identity import RenderedKernel
 from tilegen.emit.kernel_files import load
@@ -33,7 +34,7 @@ class CompiledKernel:
     rendered: RenderedKernel
     arch: str
     binary: bytes
-    """The binary: a cubin, or an hsaco for AMD."""
+    """The binary: a cubin, an hsaco for AMD, or a shared object for a CPU."""
     reported: Resources
     """Resources without `step_code`; `resources` includes it."""
     scratch_pointers: int
@@ -41,15 +42,21 @@ class CompiledKernel:
     seconds: float
     assembly: str = ""
     """Assembly text of a binary for AMD; empty for NVIDIA, whose binaries are disassembled."""
+    on_cpu: OnCpu | None = None
+    """Facts about a shared object; None for a GPU."""
 
     @property
     def extension(self) -> str:
         """File name extension of the binary."""
+        if self.on_cpu is not None:
+            return "so"
         return "hsaco" if self.arch.startswith("gfx") else "cubin"
 
     @property
     def threads(self) -> int:
         """Threads of one program."""
+        if self.on_cpu is not None:
+            return 1
         return threads_of(self.arch, self.rendered.config.num_warps)
 
     @cached_property
@@ -93,13 +100,15 @@ class CompiledKernel:
 
 
 def compile_for(rendered: RenderedKernel, arch: str, *, line_info: bool = True) -> CompiledKernel:
-    """Compile a kernel for `arch`, such as `sm_90` or `gfx942`; needs no GPU.
+    """Compile a kernel for `arch`, such as `sm_90`, `gfx942` or `x86-64-v3`; needs no GPU.
 
     Without `line_info` the binary does not contain the path of the emitted file, so its bytes are
     the same everywhere. Raises BuildFailed or Unsupported.
     """
     if cpu.is_interpreting():
         raise Unsupported("expected a process without TRITON_INTERPRET=1 to compile in; unset it")
+    if arch in PROCESSORS:
+        return _shared_object(rendered, arch)
     import triton
     from triton import knobs
     from triton.compiler import ASTSource
@@ -146,6 +155,23 @@ def compile_for(rendered: RenderedKernel, arch: str, *, line_info: bool = True) 
         scratch_pointers=_num_parameters(compiled, arch) - parameters,
         seconds=seconds,
         assembly=compiled.asm["amdgcn"] if arch.startswith("gfx") else "",
+    )
+
+
+def _shared_object(rendered: RenderedKernel, arch: str) -> CompiledKernel:
+    """Compile a kernel for a processor; of the resources of a GPU it uses none."""
+    from tilegen.cpu.shared_objects import compile_for_processor
+
+    started = time.perf_counter()
+    binary, facts = compile_for_processor(rendered, arch)
+    return CompiledKernel(
+        rendered=rendered,
+        arch=arch,
+        binary=binary,
+        reported=Resources(registers=0, spill_bytes=0, shared_bytes=0),
+        scratch_pointers=0,
+        seconds=time.perf_counter() - started,
+        on_cpu=facts,
     )
 
 

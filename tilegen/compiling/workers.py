@@ -143,8 +143,9 @@ def serve() -> None:
                 answer: Any
                 try:
                     answer = compile_for(rendered, arch, line_info=line_info)
-                    with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
-                        _ = answer.code  # disassemble here, not where kernels are measured
+                    if answer.on_cpu is None:
+                        with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
+                            _ = answer.code  # disassemble here, not where kernels are measured
                 except TilegenError as error:
                     answer = type(error)(str(error))  # without its cause, which may not pickle
                 except Exception as error:

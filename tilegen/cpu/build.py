@@ -56,14 +56,16 @@ def path_of_object(source: Source, text: str, target: Target, mode: Mode = "") -
     return path_of(digest, source.name, target, mode)
 
 
-def compiled(source: Source, target: Target, mode: Mode = "") -> CompiledObject:
-    """Compile a kernel for any processor, not only this machine's. Raises Unsupported and
-    BuildFailed."""
+def compiled(
+    source: Source, target: Target, mode: Mode = "", *, symbol: str = ""
+) -> CompiledObject:
+    """Compile a kernel for any processor, not only this machine's. `symbol` names its functions,
+    see `jit.object_of`. Raises Unsupported and BuildFailed."""
     started = time.perf_counter()
     function = mlir.parse(ttir_of(source), source.file)
     lowered = lower(function, target, _WAYS[mode], aliases=source.aliases)
     return CompiledObject(
-        binary=jit.object_of(lowered, target),
+        binary=jit.object_of(lowered, target, symbol),
         name=lowered.name,
         arguments=lowered.arguments,
         names=names_of(source.arguments, lowered.arguments),

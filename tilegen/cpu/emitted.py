@@ -102,4 +102,6 @@ class EmittedFunction:
     def _function(self, types: Types) -> CpuFunction:
         source = replace(self._source, signature=types)
         built = object_of(source, self._code, self._target, self._mode)
-        return CpuFunction(built, self._mode, self.traffic, Work.of(self._rendered, built.names))
+        one = self._rendered
+        work = Work.of(one.kernel, one.config, one.problem, built.names)
+        return CpuFunction(built, self._mode, self.traffic, work)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -46,6 +46,15 @@ _TYPES = {
 }
 
 
+class MachineCode(Protocol):
+    """Machine code in this process, linked by LLVM or opened as a shared object."""
+
+    launch: int
+    """Address of the function that runs a grid; see `jit.driver`."""
+    work: int
+    """Address of the function that each thread of a grid runs."""
+
+
 class CpuFunction:
     """The machine code of a kernel, launched as `function[grid](*arguments)`."""
 
@@ -55,14 +64,16 @@ class CpuFunction:
         mode: Mode = "",
         traffic: Traffic | None = None,
         work: Work | None = None,
+        code: MachineCode | None = None,
     ) -> None:
-        """`work` identifies small launches, which run on one thread; without it none is small."""
+        """`work` identifies small launches, which run on one thread; without it none is small.
+        Without `code` the object is linked by LLVM."""
         self.made = made
         self.traffic = traffic or Traffic()
         """Bytes that the launches of a counting build have moved."""
         self._mode = mode
         self._work = work
-        self._linked = Linked(made.binary)
+        self._linked: MachineCode = code or Linked(made.binary)
         self._launch = _LAUNCH(self._linked.launch)
         self._thread = _THREAD(self._linked.work)
         self._pack = struct.Struct("=" + "".join(_CODES[type_] for type_ in made.arguments)).pack

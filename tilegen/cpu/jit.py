@@ -14,12 +14,43 @@ from tilegen.errors import BuildFailed
 _lock = Lock()
 _number = itertools.count()
 _WORD = {"i1": "i8"}
+_CLEAR = """
+define internal void @clear(ptr %first, i64 %bytes) #0 {
+entry:
+  %whole = and i64 %bytes, -64
+  br label %lines
+lines:
+  %at = phi i64 [ 0, %entry ], [ %next, %line ]
+  %more = icmp ult i64 %at, %whole
+  br i1 %more, label %line, label %rest
+line:
+  %place = getelementptr i8, ptr %first, i64 %at
+  store <16 x i32> zeroinitializer, ptr %place, align 4
+  %next = add i64 %at, 64
+  br label %lines
+rest:
+  %at_word = phi i64 [ %whole, %lines ], [ %next_word, %word ]
+  %left = icmp ult i64 %at_word, %bytes
+  br i1 %left, label %word, label %done
+word:
+  %word_place = getelementptr i8, ptr %first, i64 %at_word
+  store i32 0, ptr %word_place, align 4
+  %next_word = add i64 %at_word, 4
+  br label %rest
+done:
+  ret void
+}
+""".splitlines()
+"""Clears copies, whose sizes are multiples of 4 bytes. A shared object has no memset to call."""
 _PASSES = ("sroa", "instruction_combine", "simplify_cfg", "new_gvn", "dead_code_elimination")
 
 
-def object_of(lowered: Lowered, target: Target) -> bytes:
-    """Compile a kernel to an object file. Raises BuildFailed if LLVM rejects the IR."""
-    return bytes(_compiled(lowered, target, assembly=False))
+def object_of(lowered: Lowered, target: Target, symbol: str = "") -> bytes:
+    """Compile a kernel to an object file. Raises BuildFailed if LLVM rejects the IR.
+
+    Its functions are `work` and `launch`, or, with a `symbol`, the symbol and `symbol_launch`.
+    """
+    return bytes(_compiled(lowered, target, symbol, assembly=False))
 
 
 def assembly_of(lowered: Lowered, target: Target) -> str:
@@ -27,12 +58,13 @@ def assembly_of(lowered: Lowered, target: Target) -> str:
     return _compiled(lowered, target, assembly=True)
 
 
-def _compiled(lowered: Lowered, target: Target, *, assembly: bool) -> Any:
+def _compiled(lowered: Lowered, target: Target, symbol: str = "", *, assembly: bool) -> Any:
     import llvmlite.binding as llvm
 
     _initialise()
     try:
-        module = llvm.parse_assembly(lowered.ir + driver(lowered))
+        names = (symbol, f"{symbol}_launch") if symbol else ("work", "launch")
+        module = llvm.parse_assembly(lowered.ir + driver(lowered, *names))
         module.verify()
     except RuntimeError as error:
         raise BuildFailed(f"{lowered.name}: LLVM refuses the IR: {error}") from error
@@ -102,7 +134,7 @@ def _linker() -> Any:
     return llvm.create_lljit_compiler(machine)
 
 
-def driver(lowered: Lowered) -> str:
+def driver(lowered: Lowered, work: str = "work", launch: str = "launch") -> str:
     """Return the IR of `launch`, which runs the programs of a grid on threads, and of `work`, which
     each thread runs.
 
@@ -130,8 +162,8 @@ def driver(lowered: Lowered) -> str:
         value = given.get(name, f"{type_} %{name}")
         stores += [f"  {place}", f"  store {value}, ptr %at_{name}"]
     lines = [
-        "declare void @llvm.memset.p0.i64(ptr, i8, i64, i1)",
-        "define void @work(ptr %shared) #0 {",
+        *(_CLEAR if lowered.private else ()),
+        f"define void @{work}(ptr %shared) #0 {{",
         "entry:",
         *loads,
         # Two counters: threads that have started, and programs that were taken.
@@ -147,7 +179,7 @@ def driver(lowered: Lowered) -> str:
         "done:",
         "  ret void",
         "}",
-        "define void @launch(ptr %args, i32 %gx, i32 %gy, i32 %gz, i32 %threads, ptr %parallel, "
+        f"define void @{launch}(ptr %args, i32 %gx, i32 %gy, i32 %gz, i32 %threads, ptr %parallel, "
         "ptr %scratch, i64 %scratch_stride, ptr %extra) #0 {",
         "entry:",
         "  %shared = alloca [64 x i8], align 64",
@@ -156,10 +188,10 @@ def driver(lowered: Lowered) -> str:
         "  %alone = icmp sle i32 %threads, 1",
         "  br i1 %alone, label %one, label %many",
         "one:",
-        "  call void @work(ptr %shared)",
+        f"  call void @{work}(ptr %shared)",
         "  ret void",
         "many:",
-        "  call void %parallel(ptr @work, ptr %shared, i32 %threads, i32 0)",
+        f"  call void %parallel(ptr @{work}, ptr %shared, i32 %threads, i32 0)",
         "  ret void",
         "}",
     ]
@@ -196,7 +228,7 @@ def _in_chunks(lowered: Lowered, passed: list[str]) -> list[str]:
             f"  %own{i} = load ptr, ptr %at_own{i}",
             f"  %at_size{i} = getelementptr i64, ptr %row, i64 {2 + 2 * place}",
             f"  %size{i} = load i64, ptr %at_size{i}",
-            f"  call void @llvm.memset.p0.i64(ptr %own{i}, i8 0, i64 %size{i}, i1 false)",
+            f"  call void @clear(ptr %own{i}, i64 %size{i})",
         ]
         given[i] = f"ptr %own{i}"
     count = len(lowered.arguments)

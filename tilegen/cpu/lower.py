@@ -98,7 +98,7 @@ class _Lowering(ControlFlow):
         )
         ids = ", ".join(f"i32 %pid_{axis}, i32 %num_{axis}" for axis in "xyz")
         self.module.functions["@program"] = (
-            f"define void @program({given}, {ids}, ptr noalias %scratch, ptr %extra) "
+            f"define hidden void @program({given}, {ids}, ptr noalias %scratch, ptr %extra) "
             f"noinline #0 {{\n{self.code.body()}\n}}"
         )
         return Lowered(

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tilegen.emit.identity import RenderedKernel
+from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import KERNELS, tile_heads
+from tilegen.problem import AttentionProblem
 
 ENOUGH = 6_000_000
 """Work from which several threads share it [flop]: about 100 us of a thread at 60 Gflop/s."""
@@ -38,10 +39,12 @@ class Work:
     """Index of the argument with the number of stationary rows."""
 
     @staticmethod
-    def of(rendered: RenderedKernel, names: Sequence[str]) -> Work | None:
+    def of(
+        kernel: Kernel, config: TileConfig, problem: AttentionProblem, names: Sequence[str]
+    ) -> Work | None:
         """Return the work of an emitted kernel with the given argument names; None if lengths do
         not determine it."""
-        spec, config, problem = KERNELS[rendered.kernel], rendered.config, rendered.problem
+        spec = KERNELS[kernel]
         if spec.pages or spec.joins or spec.sliced is not None:
             return None
         if not spec.masked:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from tilegen.bundles.manifest import Binary, Manifest, Served
 from tilegen.bundles.served import Bundle
+from tilegen.cpu.processors import PROCESSORS
 from tilegen.disk import write_whole
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.kernels.config import Kernel
@@ -52,7 +53,11 @@ def lay_out(
     if damaged := opened.damaged():
         raise Unsupported(f"{bundle} is not whole: {damaged[0]} is not what the manifest says")
     manifest = opened.manifest
-    rows = [_row(served, manifest) for served in manifest.problems]
+    # The repository holds emitted kernels, which Triton compiles for GPUs alone.
+    entries = [served for served in manifest.problems if served.arch not in PROCESSORS]
+    if not entries:
+        raise Unsupported(f"{bundle} has no binaries for GPUs: generate with --arch sm_90")
+    rows = [_row(served, manifest) for served in entries]
     sources = sorted({manifest.by_file[file].source for row in rows for file in row.pop("files")})
     table = json.dumps(rows, indent=1) + "\n"
     files = {
@@ -62,7 +67,7 @@ def lay_out(
         **{f"emitted/{Path(file).name}": (opened.path / file).read_bytes() for file in sources},
     }
     digest = hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()[:12]
-    archs = manifest.architectures
+    archs = [served.arch for served in entries]
     backends = backends or tuple(
         dict.fromkeys("rocm" if arch.startswith("gfx") else "cuda" for arch in archs)
     )

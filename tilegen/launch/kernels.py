@@ -29,6 +29,7 @@ from tilegen.launch.libraries import Library
 from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import score_tensors, tensors_of
 from tilegen.problem import AttentionProblem
+from tilegen.settings import settings
 
 READABLE = torch.int32, torch.int64
 """Dtypes of lengths and tables that kernels compiled in this process read without a copy."""
@@ -221,6 +222,11 @@ class Kernels:
         return {name: kernel.given(*read) for name, kernel in pass_.kernels.items()}
 
     def _for_cpu(self, direction: Direction) -> Pass:
+        # A bundle's kernels check no addresses.
+        served = None if settings().check_bounds else self._from_bundle(None, direction)
+        if served:
+            family = passes.family_of(served, direction)
+            return self._pass(direction, family, served, panel_rows=1, readable=(torch.int32,))
         from tilegen.cpu.choice import cpu_choice
         from tilegen.emit.render import render  # loads Jinja
 
@@ -279,8 +285,11 @@ class Kernels:
             library,
         )
 
-    def _from_bundle(self, spec: GpuSpec, direction: Direction) -> dict[Kernel, BoundKernel] | None:
-        """Return the kernels of a pass from the first bundle that has them, or None."""
+    def _from_bundle(
+        self, spec: GpuSpec | None, direction: Direction
+    ) -> dict[Kernel, BoundKernel] | None:
+        """Return the kernels of a pass from the first bundle that has them, or None. Without a
+        `spec` they are for this machine's processor."""
         for bundle in bundles.loaded:
             problem = self._problems[direction]
             if kernels := bundle.launches(problem, spec, direction, aligned=self.aligned):

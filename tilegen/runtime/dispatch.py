@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 
+from tilegen import bundles, cpu
 from tilegen.disk import say_once
 from tilegen.emit.identity import is_aligned
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.kernels.config import BLOCK_SIZES
 from tilegen.kernels.descriptors import is_describable
 from tilegen.kernels.layout import public_lse
+from tilegen.kernels.spec import Direction
 from tilegen.launch import autograd
 from tilegen.launch.autograd import addressable, computes_by_torch, reaching, torch_run
 from tilegen.launch.changes import Changes
@@ -44,7 +46,7 @@ from tilegen.runtime.call import (
 )
 from tilegen.runtime.dilation import group, ungroup
 from tilegen.runtime.paged_call import Form, checked_pages, run_pages
-from tilegen.settings import BATCH_INVARIANT
+from tilegen.settings import BATCH_INVARIANT, settings
 
 
 def planned(
@@ -169,7 +171,8 @@ def _new_plan(
     if form is not None:
         q, k, v = form.seen(q, k, v)
         problem, kernels = problem_of_sizes(form.shape, q, k, v, changes, page=k.shape[2]), None
-        if not computes_by_torch(q.device):
+        served = _is_served(problem, "forward", q.device, form.is_aligned)
+        if served or not computes_by_torch(q.device):
             key = problem.bucket, q.device, form.is_aligned, False, form.integers
             kernels = plans.by_problem.get(key, lambda: Kernels(*key))
         run = partial(run_pages, kernels, form)
@@ -186,7 +189,9 @@ def _new_plan(
     integers: tuple[torch.dtype, ...] = ()
     if lengths is not None and are_readable(lengths, problem.batch, q.device):
         integers = (lengths.dtype,)
-    if computes_by_torch(q.device):
+    aligned = all(map(is_aligned, (q, k, v)))
+    served = _is_served(problem, "forward", q.device, aligned)
+    if not served and computes_by_torch(q.device):
         return Plan(torch_run, scale, checks_fit=checks_fit)
     if problem.invariant and apart(problem.mask) == "pairs":
         raise Unsupported(
@@ -197,7 +202,36 @@ def _new_plan(
     if q.device.type not in ("cpu", "cuda"):
         raise Unsupported(f"q must be on a CUDA or CPU device, got {q.device}")
     run, kernels = _kernel_run(problem, integers, q, k, v)
+    if served and not _is_served(problem, "backward", q.device, aligned):
+        return Plan(partial(_without_gradients, run), scale, checks_fit=checks_fit)
     return Plan(run, scale, kernels=kernels, checks_fit=checks_fit)
+
+
+def _is_served(
+    problem: AttentionProblem, direction: Direction, device: torch.device, aligned: bool
+) -> bool:
+    """Check whether a bundle has a pass for this machine's processor."""
+    if not bundles.loaded or not cpu.runs_compiled(device) or settings().cpu == "torch":
+        return False
+    if direction == "backward":
+        problem = replace(problem, latent=False)
+    served = (bundle.find(problem, None, direction, aligned=aligned) for bundle in bundles.loaded)
+    return any(served)
+
+
+def _without_gradients(
+    run: Run,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    changes: Changes,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute (out, lse) by a bundle that has no backward. Where no backward can be compiled,
+    PyTorch computes what needs one."""
+    trains = autograd.needs_gradients(q, k, v, changes.score)
+    by_torch = trains and computes_by_torch(q.device)
+    return (torch_run if by_torch else run)(q, k, v, scale, changes)
 
 
 def _kernel_run(

@@ -80,6 +80,15 @@ class Fields:
             for index, item in enumerate(cast("list[Any]", value))
         ]
 
+    def texts(self, name: str, pattern: str, expected: str, most: int) -> list[str]:
+        """Return a list of at most `most` texts, each matched whole by `pattern`."""
+        value = self._get(name)
+        if not isinstance(value, list) or len(value) > most:
+            self._refuse(name, f"a list of at most {most} texts", value)
+        entries = {str(i): item for i, item in enumerate(cast("list[Any]", value))}
+        items = Fields(entries, f"{self.where}{name}.")
+        return [items.text(i, pattern, expected) for i in entries]
+
     def is_null(self, name: str) -> bool:
         """Return True if the field is null. A missing field raises InvalidRecord."""
         return self._get(name) is None
