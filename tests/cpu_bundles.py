@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from pathlib import Path
+from threading import RLock
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,7 @@ from tilegen.compiling.compiler import CompiledKernel, compile_for
 from tilegen.cpu import shared_objects
 from tilegen.cpu.processors import PROCESSORS, runs_here
 from tilegen.emit.identity import RenderedKernel
+from tilegen.emit.render import render
 from tilegen.errors import BuildFailed, Unsupported
 from tilegen.kernels.spec import Direction
 from tilegen.problem import AttentionProblem
@@ -20,6 +23,11 @@ from tilegen.problem import AttentionProblem
 RUNNABLE = [name for name in PROCESSORS if runs_here(name)]
 """The architectures whose code this machine runs, the best first."""
 needs_processor = pytest.mark.skipif(not RUNNABLE, reason="no --arch is for this processor")
+
+
+_lock = RLock()
+"""Held by whatever compiles Python: Python 3.11 fails where two threads parse at once ("AST
+constructor recursion depth mismatch"). Compilers of `generate` are processes."""
 
 
 class Compiler:
@@ -30,10 +38,16 @@ class Compiler:
     def compile(
         self, rendered: RenderedKernel, arch: str, *, line_info: bool = True
     ) -> CompiledKernel | BuildFailed:
-        try:
-            return compile_for(rendered, arch, line_info=line_info)
-        except BuildFailed as error:
-            return error
+        with _lock:
+            try:
+                return compile_for(rendered, arch, line_info=line_info)
+            except BuildFailed as error:
+                return error
+
+
+def _render_alone(*given: Any, **options: Any) -> RenderedKernel:
+    with _lock:
+        return render(*given, **options)
 
 
 def write_cpu_bundle(
@@ -55,4 +69,5 @@ def write_cpu_bundle(
     with pytest.MonkeyPatch.context() as patch:
         pool = contextlib.nullcontext(Compiler())
         patch.setattr("tilegen.bundles.building.Pool", lambda: pool)
+        patch.setattr("tilegen.bundles.building.render", _render_alone)
         return generate(parsed, [PROCESSORS[arch] for arch in archs], out, directions=directions)

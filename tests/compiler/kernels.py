@@ -99,6 +99,32 @@ def product(
 
 
 @triton.jit
+def looked_up_product(
+    a_ptr,
+    b_ptr,
+    places_ptr,
+    out_ptr,
+    n,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    TURNED: tl.constexpr,
+):
+    """A product of few rows whose right operand has rows at places of a table, the first `n`."""
+    rows, columns, depth = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
+    a = tl.load(a_ptr + rows[:, None] * K + depth[None, :])
+    if TURNED:
+        at = tl.load(places_ptr + columns)
+        b = tl.load(b_ptr + at[:, None] * K + depth[None, :], mask=columns[:, None] < n, other=0.0)
+        b = tl.trans(b)
+    else:
+        at = tl.load(places_ptr + depth)
+        b = tl.load(b_ptr + at[:, None] * N + columns[None, :], mask=depth[:, None] < n, other=0.0)
+    out = tl.dot(a, b, input_precision="ieee")
+    tl.store(out_ptr + rows[:, None] * N + columns[None, :], out)
+
+
+@triton.jit
 def reduction(
     x_ptr, out_ptr, M: tl.constexpr, N: tl.constexpr, AXIS: tl.constexpr, WHAT: tl.constexpr
 ):
@@ -264,6 +290,20 @@ def rescaled(a_ptr, b_ptr, scale_ptr, out_ptr, steps, M: tl.constexpr, N: tl.con
     for step in range(0, steps):
         scale = tl.load(scale_ptr + step * M + rows)
         total = total * scale[:, None]
+        total = tl.dot(a, b, total, input_precision="ieee")
+    tl.store(out_ptr + place, total)
+
+
+@triton.jit
+def streamed(a_ptr, b_ptr, scale_ptr, out_ptr, steps, M: tl.constexpr, N: tl.constexpr):
+    """The same with another right operand in each step, as decoding does."""
+    rows, columns = tl.arange(0, M), tl.arange(0, N)
+    place = rows[:, None] * N + columns[None, :]
+    a = tl.load(a_ptr + place)
+    total = tl.zeros([M, N], tl.float32)
+    for step in range(0, steps):
+        b = tl.load(b_ptr + step * N * N + columns[:, None] * N + columns[None, :])
+        total = total * tl.load(scale_ptr + step * M + rows)[:, None]
         total = tl.dot(a, b, total, input_precision="ieee")
     tl.store(out_ptr + place, total)
 

@@ -26,8 +26,8 @@ LEAST_SPLIT = 512
 INVARIANT_SPLIT = 1024
 """Keys of a split where a row's bits must not depend on the lengths in its batch."""
 FEW_ROWS, MOST_ROWS = BLOCK_SIZES[0], 64
-"""Rows of the smallest tile, and of the largest tile with several heads. A head with fewer rows
-than the smallest tile shares a tile with other heads of its group."""
+"""Rows of the smallest tile of a single head, and of the largest tile with several heads. A head
+with fewer rows shares a tile with the other heads of its group."""
 
 
 def cpu_choice(
@@ -51,9 +51,10 @@ def _family(problem: AttentionProblem, direction: Direction) -> FamilySpec:
         return SPLIT_KV
     if problem.dropout:  # kernels with splits do not support dropout
         return Q_STATIONARY
-    shares_tiles = problem.seqlen_q < FEW_ROWS and packed_heads(problem) > 1
+    has_many_keys = problem.seqlen_kv >= LEAST_SPLIT
+    is_thin = problem.seqlen_q < FEW_ROWS and (packed_heads(problem) > 1 or has_many_keys)
     may_split = problem.seqlen_kv >= 2 * LEAST_SPLIT and _programs(problem) < BUSY
-    return SPLIT_KV if shares_tiles or may_split else Q_STATIONARY
+    return SPLIT_KV if is_thin or may_split else Q_STATIONARY
 
 
 def _config(problem: AttentionProblem, kernel: Kernel) -> TileConfig:
@@ -70,11 +71,13 @@ def _config(problem: AttentionProblem, kernel: Kernel) -> TileConfig:
 
 
 def _queries(problem: AttentionProblem) -> int:
-    """Return the query rows of each head in a tile that holds all heads of a group."""
+    """Return the query rows of each head in a tile that holds all heads of a group: no more than
+    there are, since products of few rows wait for memory alone."""
     heads = packed_heads(problem)
-    # A prompt and its chunks must have the same tiles if their bits must be the same.
-    length = 1 if problem.invariant else problem.seqlen_q
-    return max(FEW_ROWS, heads, min(length * heads, MOST_ROWS)) // heads
+    if problem.invariant:
+        # A prompt and its chunks must have the same tiles if their bits must be the same.
+        return max(FEW_ROWS, heads) // heads
+    return max(heads, min(problem.seqlen_q * heads, MOST_ROWS)) // heads
 
 
 def _programs(problem: AttentionProblem) -> int:

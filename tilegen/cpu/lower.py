@@ -75,6 +75,7 @@ class _Lowering(ControlFlow):
         self.types = tuple(REGISTER[arg.type.elem] for arg in function.args)
         self.args = {arg: i for i, arg in enumerate(function.args)}
         pointers = Pointers(function)
+        self._pointers = pointers
         self._argument = pointers.argument
         self.stored_args = pointers.stored
         self.in_memory: set[Value] = set()
@@ -218,7 +219,8 @@ class _Lowering(ControlFlow):
         self.access.executed(
             self.code, self.loops.counted, "load", arg, type_.elem, type_.shape, mask
         )
-        node = Load(type_.elem, type_.shape, pointer, mask, other, self.access, op.line)
+        streams = not self._pointers.is_looked_up(op.operands[0])
+        node = Load(type_.elem, type_.shape, pointer, mask, other, self.access, op.line, streams)
         product = product_in_memory(op, pointer) if self.access.vectors else None
         if product and not self.aliases:
             self.in_memory.add(product)

@@ -28,6 +28,24 @@ class Pointers:
             pointer = pointer.op.operands[0]
         return self._places[pointer]
 
+    def is_looked_up(self, value: Value) -> bool:
+        """Check whether a value depends on one that was loaded, or that a loop carries."""
+        seen: set[Value] = set()
+        waiting = [value]
+        while waiting:
+            value = waiting.pop()
+            if value in seen or value in self._places:
+                continue
+            seen.add(value)
+            if value.op is None:
+                if value is not value.block.args[0]:  # the counter of a loop
+                    return True
+            elif value.op.name == "tt.load" or value.op.regions:
+                return True
+            else:
+                waiting += value.op.operands
+        return False
+
     def only_added_to(self) -> frozenset[int]:
         """Return the arguments that the kernel accesses by atomic additions only."""
         return frozenset(

@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tilegen.cpu import amx
-from tilegen.cpu.conversions import from_memory, to_memory
-from tilegen.cpu.exponentials import fused
+from tilegen.cpu.conversions import to_memory
 from tilegen.cpu.ir import Code, Index, typed
 from tilegen.cpu.loops import Loops
 from tilegen.cpu.mlir import Value
-from tilegen.cpu.tiles import Address, Buffer, Node, View
+from tilegen.cpu.pairs import added
+from tilegen.cpu.thin import ThinProduct, fits
+from tilegen.cpu.tiles import Address, Buffer, Load, Node, View
 
 Init = Literal["zero", "load", "scale"]
 
@@ -123,7 +124,8 @@ class Products:
 
     def _put(self, out: str, at: Index, row: str, lanes: int) -> None:
         place = self.code.gep("float", out, at)
-        self.code.do(f"store {typed('float', (0, lanes))} {row}, ptr {place}, align 4")
+        vector = typed("float", (0, lanes) if lanes > 1 else None)
+        self.code.do(f"store {vector} {row}, ptr {place}, align 4")
 
     def _words(self, node: Node, row: Index, word: Index, lanes: int, pairs: bool) -> str:
         """Return words along a row: fp32 elements or pairs of bf16."""
@@ -172,6 +174,17 @@ class Products:
         """
         (m, depth), n = left[1].shape, right[1].shape[1]
         pairs = self.pairs(left[1].elem, depth)
+        node, swapped = stripped(right[1])
+        is_packed = ("right", right[0], pairs) in self.packed
+        # A row of a transposed left operand is no vector.
+        is_row = not (swapped and stripped(left[1])[1])
+        is_plain = is_row and not (stride or is_packed)
+        if is_plain and fits(self.code, (m, n, depth), node, swapped, pairs):
+            assert isinstance(node, Load)
+            a = self.left(*left, pairs)
+            self.loops.flush()
+            ThinProduct(self.code, a, node, swapped, pairs, into).write(init, scale)
+            return
         a = self.left(*left, pairs)
         b = self.right(*right, pairs)
         self.loops.flush()
@@ -280,47 +293,11 @@ class _Microkernels:
                     factor = code.splat("float", factor, lane)
                     for v in range(vectors):
                         so_far = code.emit(f"load {vector}, ptr {sums[r, v]}")
-                        total = self._added(so_far, factor, rights[v], lanes)
+                        total = added(code, self.pairs, so_far, factor, rights[v], lanes)
                         code.do(f"store {vector} {total}, ptr {sums[r, v]}")
         for place, slot in sums.items():
             value = code.emit(f"load {vector}, ptr {slot}")
             code.do(f"store {vector} {value}, ptr {places[place]}, align 4")
-
-    def _added(self, so_far: str, left: str, right: str, lanes: int) -> str:
-        """Return so_far + left * right, of elements or of pairs."""
-        code = self.code
-        lane = (0, lanes) if lanes > 1 else None
-        if not self.pairs:
-            return fused(code, left, right, so_far, lane=lane)
-        single, way = typed("float", lane), code.target.pairs
-        if way == "emulated" or lanes != code.target.lanes:
-            return self._emulated(so_far, left, right, lanes)
-        both = f"<{2 * lanes} x bfloat>"
-        x, y = (code.emit(f"bitcast {single} {words} to {both}") for words in (left, right))
-        if way == "x86":
-            name = f"@llvm.x86.avx512bf16.dpbf16ps.{32 * lanes}"
-        else:
-            name = f"@llvm.aarch64.neon.bfdot.v{lanes}f32.v{2 * lanes}bf16"
-        code.module.declare(f"declare {single} {name}({single}, {both}, {both})")
-        return code.emit(f"call {single} {name}({single} {so_far}, {both} {x}, {both} {y})")
-
-    def _emulated(self, so_far: str, left: str, right: str, lanes: int) -> str:
-        """Multiply pairs of bf16 as two products in fp32."""
-        code = self.code
-        lane = (0, lanes) if lanes > 1 else None
-        whole = typed("i32", lane)
-        words = [
-            code.emit(f"bitcast {typed('float', lane)} {value} to {whole}")
-            for value in (left, right)
-        ]
-        for shift in (0, 16):
-            parts: list[str] = []
-            for word in words:
-                half = code.emit(f"lshr {whole} {word}, {code.number('i32', shift, lane)}")
-                half = code.emit(f"trunc {whole} {half} to {typed('i16', lane)}")
-                parts.append(from_memory(code, half, "bf16", lane))
-            so_far = fused(code, parts[0], parts[1], so_far, lane=lane)
-        return so_far
 
 
 def row_blocks(rows: int, most: int) -> list[tuple[int, int]]:

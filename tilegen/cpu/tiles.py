@@ -267,6 +267,9 @@ class Address(Node):
 class Reader(Protocol):
     """Reads tiles from memory: see `access.Access`."""
 
+    vectors: bool
+    """True: rows are read as vectors."""
+
     def load(self, code: Code, node: Load, idx: Place, lane: Lane, other: str | None) -> str:
         """Return the element of a load at a place, or the vector that begins there."""
         ...
@@ -283,6 +286,9 @@ class Load(Node):
     other: Node | None
     access: Reader
     line: int
+    streams: bool = True
+    """True: the address depends on no value that was loaded, so that tiles of a loop probably
+    follow each other in memory."""
 
     def code(self, code: Code, idx: Place, lane: Lane) -> str:
         other = self.other.at(code, idx, lane) if self.other else None

@@ -1,0 +1,127 @@
+"""Products of few rows, whose right operand is read where it lies."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+
+from tests.compiler import kernels
+from tests.compiler.runs import TARGETS, launch
+from tilegen.cpu import build, mlir
+from tilegen.cpu.choice import cpu_choice
+from tilegen.cpu.lower import lower
+from tilegen.cpu.target import TARGETS as ALL
+from tilegen.cpu.target import Target
+from tilegen.cpu.ttir import ttir_of
+from tilegen.emit.render import render
+from tilegen.problem import AttentionProblem
+
+SHAPES = [(64, 128), (32, 32), (16, 64), (128, 256)]
+"""Columns and depth; (16, 64) and (32, 32) are too small for some layouts, which pack instead."""
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+ROWS = (1, 2, 4, 8)
+
+
+@pytest.fixture(params=TARGETS)
+def target(request: pytest.FixtureRequest) -> Target:
+    return TARGETS[request.param]
+
+
+def _random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("turned", [(False, False), (False, True), (True, True)], ids=str)
+def test_products_of_few_rows(
+    turned: tuple[bool, bool], rows: int, dtype: torch.dtype, target: Target
+) -> None:
+    """What is added to, and shapes, in turns; a row of a transposed left operand is no vector."""
+    turn = ROWS.index(rows) + DTYPES.index(dtype) + 2 * turned[1]
+    for i in (turn, turn + 1):
+        n, k = SHAPES[i % len(SHAPES)]
+        start = ("zero", "load", "scale")[i % 3]
+        a, b = _random(rows, k, dtype=dtype), _random(k, n, dtype=dtype, seed=1)
+        given = a.t().contiguous() if turned[0] else a, b.t().contiguous() if turned[1] else b
+        c, scale = _random(rows, n, seed=2), _random(rows, seed=3)
+        out = torch.empty(rows, n)
+        arguments = *given, c, scale, out, rows, n, k, *turned, start
+        launch(kernels.product, (1,), *arguments, target=target)
+        before = {"zero": 0, "load": c.double(), "scale": c.double() * scale[:, None].double()}
+        expected = before[start] + a.double() @ b.double()
+        torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", ROWS)
+def test_sums_are_rescaled_before_each_step(rows: int, dtype: torch.dtype, target: Target) -> None:
+    steps, n = 3, 64
+    a, b = _random(rows, n, dtype=dtype), _random(steps, n, n, dtype=dtype, seed=1)
+    scale, out = _random(steps, rows, seed=2), torch.empty(rows, n)
+    launch(kernels.streamed, (1,), a, b, scale, out, steps, rows, n, target=target)
+    expected = torch.zeros(rows, n, dtype=torch.float64)
+    for i in range(steps):
+        expected = expected * scale[i][:, None].double() + a.double() @ b[i].double()
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_at_places_of_a_table(dtype: torch.dtype, turned: bool, target: Target) -> None:
+    """Rows beyond the first are 0, whatever lies at their places."""
+    rows, n, k, kept = 4, 64, 128, 37
+    length = n if turned else k
+    places = torch.randperm(300, generator=torch.Generator().manual_seed(4))[:length].int()
+    memory = _random(300, k if turned else n, dtype=dtype, seed=1)
+    memory[places[kept:].long()] = float("nan")
+    a = _random(rows, k, dtype=dtype)
+    b = memory.double()[places.long()]
+    b[kept:] = 0
+    out = torch.empty(rows, n)
+    launch(
+        kernels.looked_up_product,
+        (1,),
+        *(a, memory, places, out, kept, rows, n, k, turned),
+        target=target,
+    )
+    expected = a.double() @ (b.T if turned else b)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=2e-5)
+
+
+def test_nan_and_infinities_stay_in_their_columns(target: Target) -> None:
+    a, b = torch.ones(4, 64), torch.ones(64, 64)
+    b[3, 5], b[7, 9] = float("nan"), float("inf")
+    for turned in (False, True):
+        c, scale, out = torch.empty(4, 64), torch.empty(4), torch.empty(4, 64)
+        given = a, b.t().contiguous() if turned else b, c, scale, out
+        launch(kernels.product, (1,), *given, 4, 64, 64, False, turned, "zero", target=target)
+        expected = a.double() @ b.double()
+        torch.testing.assert_close(out.double(), expected, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "name, dtype", [*product(("avx512bf16", "avx2", "neonbf16"), ("fp32", "bf16"))]
+)
+def test_decoding_packs_nothing_and_fetches_ahead(name: str, dtype: str) -> None:
+    """A kernel of one query and four heads has no other products; one of pages fetches tiles."""
+    for more in ("", " page16"):
+        problem = AttentionProblem.parse(f"hq8 hkv2 q1 kv4096 d128 {dtype} full{more}")
+        _, configs = cpu_choice(problem, "forward")
+        kernel, config = next(iter(configs.items()))
+        assert config.rows == 4
+        source = build.source_of(render(problem, config, kernel))
+        ir = lower(mlir.parse(ttir_of(source), source.file), ALL[name]).ir
+        assert "@product" not in ir
+        assert "call void @llvm.prefetch" in ir
+
+
+def test_tiles_have_no_more_rows_than_there_are() -> None:
+    rows = {}
+    for text in ("hq8 hkv8 q1", "hq8 hkv2 q1", "hq8 hkv2 q2", "hq8 hkv2 q16", "hq8 hkv8 q5"):
+        problem = AttentionProblem.parse(f"{text} kv4096 d64 fp32 full")
+        _, configs = cpu_choice(problem, "forward")
+        rows[text] = configs["fwd_split"].rows
+    assert list(rows.values()) == [1, 4, 8, 64, 8]
