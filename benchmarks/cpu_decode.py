@@ -3,9 +3,9 @@
     python -m benchmarks.cpu_decode --minutes 6
     python -m benchmarks.cpu_decode --summary
 
-Calls of `tilegen.attention`, of `attention_paged` on the same keys in shuffled pages of 16, of SDPA
-with `enable_gqa`, of SDPA with the heads of a group as rows, and `torch.sum` of as many bytes as
-keys and values have, are timed in turns. A run that was stopped goes on where it was.
+Calls of `tilegen.attention`, of `attention_paged` on the same keys in shuffled pages of 16 in both
+layouts, of SDPA with `enable_gqa`, of SDPA with the heads of a group as rows, and `torch.sum` of as
+many bytes as keys and values have, are timed in turns. A run that was stopped goes on where it was.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ MOST_PAGED = 2**28
 """Keys and values that are copied to pages, at most [bytes]."""
 READING = "reading"
 SDPA_FORMS = "sdpa gqa", "sdpa rows"
+LAYOUTS = "NHD", "HND"
+"""Layouts of pages, also the names of their providers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,21 +107,23 @@ def functions(
         "sdpa rows": lambda: scaled_dot_product_attention(rows, k, v),
     }
     if size <= MOST_PAGED:
-        found["tilegen paged"] = _paged(q, k, v)
+        for layout in LAYOUTS:
+            found[layout] = _paged(q, k, v, layout)
     return found
 
 
-def _paged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], object]:
+def _paged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str) -> Callable[[], object]:
     pages = k.shape[2] // PAGE
     table = torch.randperm(pages, generator=torch.Generator().manual_seed(1)).int()[None]
     lengths = torch.tensor([k.shape[2]], dtype=torch.int32)
     in_pages: list[torch.Tensor] = []
     for tensor in (k, v):
-        its = tensor[0].unflatten(1, (pages, PAGE)).permute(1, 2, 0, 3)
+        its = tensor[0].unflatten(1, (pages, PAGE)).transpose(0, 1)  # page, head, key
+        its = its if layout == "HND" else its.transpose(1, 2)
         placed = torch.empty(its.shape, dtype=tensor.dtype)
         placed[table[0].long()] = its
         in_pages.append(placed)
-    return lambda: attention_paged(q, *in_pages, table, lengths)
+    return lambda: attention_paged(q, *in_pages, table, lengths, layout=layout)
 
 
 def measure(
@@ -156,7 +160,7 @@ def summary(rows: Iterable[Mapping[str, str]]) -> Iterator[str]:
         grouped[row["problem"], row["threads"]][row["provider"]] = row
     yield (
         "| problem | threads | GB/s | of reading | SDPA, the group as rows | SDPA, `enable_gqa` | "
-        "paged, of plain |"
+        "pages NHD, HND, of plain |"
     )
     yield "| --- | --- | --- | --- | --- | --- | --- |"
     losses: list[str] = []
@@ -164,7 +168,7 @@ def summary(rows: Iterable[Mapping[str, str]]) -> Iterator[str]:
         own = found["tilegen"]
         ratios = {name: float(row["tilegen_speedup"]) for name, row in found.items()}
         speeds = [f"{ratios[name]:.2f} times" for name in ("sdpa rows", "sdpa gqa")]
-        paged = f"{1 / ratios['tilegen paged']:.2f}" if "tilegen paged" in ratios else ""
+        paged = ", ".join(f"{1 / ratios[name]:.2f}" for name in LAYOUTS if name in ratios)
         cells = [problem.removeprefix("b1 ").removesuffix(" full"), threads]
         cells += [f"{float(own['gbytes_per_s']):.1f}", f"{ratios[READING]:.2f}", *speeds, paged]
         yield f"| {' | '.join(cells)} |"

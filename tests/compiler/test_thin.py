@@ -14,6 +14,7 @@ from tilegen.cpu.choice import cpu_choice
 from tilegen.cpu.lower import lower
 from tilegen.cpu.target import TARGETS as ALL
 from tilegen.cpu.target import Target
+from tilegen.cpu.thin import ThinProduct
 from tilegen.cpu.ttir import ttir_of
 from tilegen.emit.render import render
 from tilegen.problem import AttentionProblem
@@ -116,6 +117,28 @@ def test_decoding_packs_nothing_and_fetches_ahead(name: str, dtype: str) -> None
         ir = lower(mlir.parse(ttir_of(source), source.file), ALL[name]).ir
         assert "@product" not in ir
         assert "call void @llvm.prefetch" in ir
+
+
+@pytest.mark.parametrize("page", [16, 256])
+def test_pages_are_fetched_an_iteration_before(page: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next page is looked up early in the loop over whole tiles; in the loop over others it is
+    not, and a tile is fetched where it is read."""
+    fetched: list[bool] = []
+    fetch = ThinProduct._fetch
+    monkeypatch.setattr(
+        ThinProduct,
+        "_fetch",
+        lambda its, *given: (fetched.append(its.right.next is not None), fetch(its, *given)),
+    )
+    at_once: list[ThinProduct] = []
+    monkeypatch.setattr(ThinProduct, "_fetch_tile", lambda its: at_once.append(its))
+    problem = AttentionProblem.parse(f"hq8 hkv2 q1 kv4096 d128 fp32 full page{page}")
+    kernel, config = next(iter(cpu_choice(problem, "forward")[1].items()))
+    source = build.source_of(render(problem, config, kernel))
+    lower(mlir.parse(ttir_of(source), source.file), ALL["avx2"])
+    assert all(fetched)
+    assert len(fetched) > 8
+    assert len(at_once) == 2
 
 
 def test_tiles_have_no_more_rows_than_there_are() -> None:

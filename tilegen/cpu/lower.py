@@ -13,6 +13,7 @@ from tilegen.cpu.access import ZEROS_TEXT, Access
 from tilegen.cpu.arithmetic import compute
 from tilegen.cpu.constants import float_of
 from tilegen.cpu.control import ControlFlow
+from tilegen.cpu.following import following
 from tilegen.cpu.in_place import product_in_memory
 from tilegen.cpu.ir import FLOATS, MEMORY, REGISTER, bits
 from tilegen.cpu.loops import Root
@@ -219,8 +220,10 @@ class _Lowering(ControlFlow):
         self.access.executed(
             self.code, self.loops.counted, "load", arg, type_.elem, type_.shape, mask
         )
-        streams = not self._pointers.is_looked_up(op.operands[0])
-        node = Load(type_.elem, type_.shape, pointer, mask, other, self.access, op.line, streams)
+        node = Load(type_.elem, type_.shape, pointer, mask, other, self.access, op.line)
+        if len(type_.shape) == 2 and self._pointers.is_looked_up(op.operands[0]):
+            node.streams = False
+            node.next = following(self.loop, op.operands[0], self.env, self.code, self.op)
         product = product_in_memory(op, pointer) if self.access.vectors else None
         if product and not self.aliases:
             self.in_memory.add(product)

@@ -16,15 +16,17 @@ from typing import TYPE_CHECKING
 from tilegen.cpu.conversions import to_memory
 from tilegen.cpu.ir import BYTES, Code, Index, Lane, typed
 from tilegen.cpu.pairs import added
-from tilegen.cpu.tiles import Buffer, Load, Node
+from tilegen.cpu.tiles import Address, Buffer, Load, Node
 
 if TYPE_CHECKING:
     from tilegen.cpu.products import Left
 
 MOST_ROWS = 8
-AHEAD = 16 << 10
-"""Distance between what is read and what is fetched [bytes]: a third of the first-level cache or
-half, and longer than the latency of memory at its full rate."""
+AHEAD = 8 << 10
+"""Least distance between what is read and what is fetched [bytes]: the latency of memory at its full
+rate, and a fraction of the first-level cache. With more rows reading is less even."""
+AHEAD_OF_ROW = 2 << 10
+"""The same for each row of a product [bytes]."""
 _LINE = 64
 _UNROLL = 8
 
@@ -65,7 +67,8 @@ class ThinProduct:
         """Write the product plus what `into` holds: nothing, or as it is, or times the factor of
         each row that `scale` points to."""
         self.init, self.scale = init, scale
-        if not self.right.streams:
+        self.fetches = self.right.streams or self.right.next is not None
+        if not self.fetches:
             self._fetch_tile()
         if self.swapped:
             self._by_lanes()
@@ -110,7 +113,7 @@ class ThinProduct:
         """Return words along a row of the right operand."""
         code, right = self.code, self.right
         column = code.times(word, 2) if self.pairs else word
-        if fetches and right.streams:
+        if fetches and self.fetches:
             self._fetch(row, column, self.lanes * (2 if self.pairs else 1))
         if not self.pairs:
             return right.at(code, (row, column), self.lane)
@@ -144,7 +147,7 @@ class ThinProduct:
             column = code.times(block, vectors * lanes)
             sums = [self._zeros(vectors) for _ in range(self.rows)]
             with code.loop(0, turns) as turn:
-                if self.right.streams:
+                if self.fetches:
                     self._fetch_part(code.plus(code.times(block, turns), turn), passes * turns)
                 for u in range(unroll):
                     place = code.plus(code.times(turn, unroll), u)
@@ -241,14 +244,16 @@ class ThinProduct:
     # ---- fetching
 
     def _fetch(self, row: Index, column: Index, count: int) -> None:
-        """Fetch some elements of a row that lies AHEAD."""
-        size = BYTES[self.right.elem]
-        ahead = self.code.plus(row, max(AHEAD // (self.right.shape[1] * size), 1))
+        """Fetch some elements of the row that lies AHEAD, or of the same row of the next tile."""
+        size, address = BYTES[self.right.elem], self.right.next or self.right.address
+        if self.right.next is None:
+            ahead = max(AHEAD, AHEAD_OF_ROW * self.rows)
+            row = self.code.plus(row, max(ahead // (self.right.shape[1] * size), 1))
         for i in range(0, count, _LINE // size):
-            self._prefetch(ahead, self.code.plus(column, i))
+            self._prefetch(address, row, self.code.plus(column, i))
 
     def _fetch_part(self, part: Index, parts: int) -> None:
-        """Fetch a part of the lines that lie AHEAD of a tile, in the order of memory."""
+        """Fetch a part of the lines of a tile further on, in the order of memory."""
         code, size = self.code, BYTES[self.right.elem]
         depth, columns = self.right.shape
         per_row = max(columns * size // _LINE, 1)
@@ -264,11 +269,11 @@ class ThinProduct:
         rows, columns = self.right.shape
         with self.code.own_memo(), self.code.loop(0, rows) as row:
             for column in range(0, columns, _LINE // BYTES[self.right.elem]):
-                self._prefetch(row, column)
+                self._prefetch(self.right.address, row, column)
 
-    def _prefetch(self, row: Index, column: Index) -> None:
+    def _prefetch(self, address: Address, row: Index, column: Index) -> None:
         self.code.module.declare("declare void @llvm.prefetch.p0(ptr, i32, i32, i32)")
-        place = self.right.address.place(self.code, (row, column), None)
+        place = address.place(self.code, (row, column), None)
         # To read data, into all levels. Memory need not exist there.
         self.code.do(f"call void @llvm.prefetch.p0(ptr {place}, i32 0, i32 3, i32 1)")
 

@@ -289,6 +289,8 @@ class Load(Node):
     streams: bool = True
     """True: the address depends on no value that was loaded, so that tiles of a loop probably
     follow each other in memory."""
+    next: Address | None = None
+    """The address in the next iteration of the loop, if it was looked up and is known."""
 
     def code(self, code: Code, idx: Place, lane: Lane) -> str:
         other = self.other.at(code, idx, lane) if self.other else None
