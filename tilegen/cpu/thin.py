@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 8
 AHEAD = 8 << 10
-"""Least distance between what is read and what is fetched [bytes]: the latency of memory at its full
-rate, and a fraction of the first-level cache. With more rows reading is less even."""
+"""Least distance between what is read and what is fetched [bytes]: what arrives in the latency of
+memory, and a fraction of the first-level cache. With more rows reading is less even."""
 AHEAD_OF_ROW = 2 << 10
 """The same for each row of a product [bytes]."""
 _LINE = 64
