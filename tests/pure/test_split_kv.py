@@ -127,7 +127,7 @@ def test_the_grid_has_a_program_for_each_split_and_group() -> None:
     [
         ("m16n64w4s2", "fwd_split", "expected a k that is a multiple"),
         ("m16n64k32w4s2", "fwd_split", "whole tiles of 64 keys"),
-        ("m1h2n64k256w4s2", "fwd_split", "block_m of fwd_split must be one of"),
+        ("m8h64n64k256w4s2", "fwd_split", "block_m of fwd_split must be one of"),
         ("m16n64k256w4s2", "fwd", "splits nothing"),
         ("m2h8n64w4s2", "bwd_dq", "splits nothing"),
         ("m8n64w4s2", "fwd", "block_m of fwd must be one of"),

@@ -126,7 +126,8 @@ def check_config(config: TileConfig, kernel: Kernel) -> None:
         allowed = getattr(spec.knobs, name)
         least = BLOCK_SIZES[0]
         is_free = not (spec.sliced or spec.parts or max(allowed) < least) and value >= least
-        is_free |= name == "block_m" and spec.packs  # few rows, which a CPU computes as they are
+        # Tiles of few rows are for CPUs, which compute no more rows than there are.
+        is_free |= name == "block_m" and spec.packs and value < least
         if value not in allowed and not is_free:
             raise Unsupported(
                 f"{name} of {kernel} must be one of {allowed}, got {value} in {config.key}"
