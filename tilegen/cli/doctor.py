@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import tempfile
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from tilegen.private_files import NotPrivate, check_private
 from tilegen.settings import settings
 from tilegen.store import Location, list_records, locations
 from tilegen.store.versions import installed
+from tilegen.units import memory_text
 from tilegen.version import __version__
 
 PACKAGES = ("torch", "triton", "llvmlite", "numpy", "sympy", "jinja2", "optuna")
@@ -54,7 +54,7 @@ def examine() -> list[Finding]:
         findings.append(Finding("gpu", "none that PyTorch sees"))
     findings.append(Finding("cpu compiler", _cpu_compiler()))
     findings.append(Finding("calls on CPU", _cpu_calls()))
-    findings.append(Finding("cores", str(len(os.sched_getaffinity(0)))))
+    findings += _processor()
     try:
         findings.append(Finding("templates", str(resources.data_dir("templates"))))
         findings.append(Finding("own directory", _writable(settings().cache_dir)))
@@ -75,6 +75,35 @@ def _cpu_compiler() -> str:
     target = host()
     pairs = ", products of bf16" if target.pairs else ""
     return f"{processor()}: {target.name} ({target.cpu}), {target.lanes} lanes of fp32{pairs}"
+
+
+def _processor() -> list[Finding]:
+    """Describe the processor: catalogue key, caches, memory, and rates measured here."""
+    from tilegen import cpu
+    from tilegen.cpus import host
+
+    findings = [Finding("cores", str(host.cores()))]
+    if cpu.trouble():
+        return findings
+    from tilegen.cpus.rates import measured_cpu
+
+    spec, known = measured_cpu(), host.current_cpu()
+    caches = (memory_text(size) for size in (spec.l1_bytes, spec.l2_bytes, spec.l3_bytes))
+    sizes = ", ".join(f"{size} of L{level}" for level, size in enumerate(caches, 1))
+    memory = memory_text(host.memory_bytes())
+    findings.append(Finding("processor", f"{known.name}: {sizes}, {memory} of memory"))
+    rates = {
+        "products of fp32": (spec.product_flops_32, known.product_flops_32, "GFLOP/s"),
+        "products of bf16": (spec.product_flops_16, known.product_flops_16, "GFLOP/s"),
+        "exponentials": (spec.exp2_rate, known.exp2_rate, "G/s"),
+        "reading from L2": (spec.l2_bandwidth, known.l2_bandwidth, "GB/s"),
+        "reading from L3": (spec.l3_bandwidth, known.l3_bandwidth, "GB/s"),
+        "reading from memory": (spec.dram_bandwidth, known.dram_bandwidth, "GB/s"),
+    }
+    for name, (here, there, unit) in rates.items():
+        value = f"{here / 1e9:.3g} {unit} a core; the catalogue says {there / 1e9:.3g}"
+        findings.append(Finding(name, value))
+    return findings
 
 
 def _cpu_calls() -> str:

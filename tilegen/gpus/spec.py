@@ -10,6 +10,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from tilegen.device import Device
 from tilegen.errors import Unsupported
 from tilegen.gpus.nearest import nearest
 
@@ -19,15 +20,9 @@ SMEM_RESERVED_PER_PROGRAM = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class GpuSpec:
+class GpuSpec(Device):
     """The properties of a GPU model that the choice of tiles depends on."""
 
-    name: str
-    """Catalogue key, such as `h200`; also the folder of its tuning records."""
-    title: str
-    """Full name, such as `NVIDIA H200 SXM`."""
-    arch: str
-    """Architecture that Triton compiles for: `sm_90`, `gfx942`."""
     num_sms: int
     """Streaming multiprocessors (compute units on AMD)."""
     clock_hz: float
@@ -52,8 +47,6 @@ class GpuSpec:
     """Peak of fp32 multiply-adds outside the tensor cores, which IEEE products use [flop/s]."""
     exp_per_clk_per_sm: int
     """Exponentials that the special-function units of an SM start each clock."""
-    source: str
-    """Sources of the numbers, and which of the numbers are estimates."""
 
     @property
     def on_chip_bytes(self) -> int:

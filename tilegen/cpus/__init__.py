@@ -1,0 +1,1 @@
+"""Properties of processors for the model: the catalogue in cpus.toml, this machine, its rates."""
