@@ -23,13 +23,13 @@ import typer
 from benchmarks.cpu_peak import peak_gflops
 from benchmarks.environment import RESULTS, Environment, environment, path_of_calls
 from benchmarks.rows import append, read, same_values, with_environment
-from tilegen import cpu
+from tilegen import cpu, pipeline
 from tilegen.check.peers import Attention, flex, sdpa
 from tilegen.check.reference import dense_mask
-from tilegen.cpu.choice import cpu_choice
 from tilegen.cpu.passes import passes_to_time
 from tilegen.cpu.target import host
 from tilegen.cpu.timing import timed_in_turns
+from tilegen.cpus.host import current_cpu
 from tilegen.emit.render import render
 from tilegen.errors import TilegenError
 from tilegen.kernels.config import Kernel, TileConfig
@@ -161,7 +161,8 @@ def measure(
     functions_of = passes_to_time(problem, compared)
     for direction in ("forward",) if with_flex else PASSES:
         functions = functions_of[direction]
-        configs = cpu_choice(problem.normal(), direction)[1]
+        chosen = pipeline.choose(problem, current_cpu(), direction)
+        configs = {kernel: choice.config for kernel, choice in chosen.items()}
         compiled = sum(compile_seconds(problem, *choice) for choice in configs.items())
         flops = products(problem, 2 if direction == "forward" else 5)
         for provider, timing in timed_in_turns(functions, seconds=seconds).items():

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from benchmarks.environment import RESULTS, Environment, environment
+from tilegen.device import Device
 from tilegen.emit.identity import template_digest
 from tilegen.errors import InvalidRecord, TilegenError
-from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import KERNELS
 from tilegen.problem import AttentionProblem
@@ -57,7 +57,7 @@ class Session:
         return (self.source, self.gpu, self.arch, self.template_digest, *versions)
 
 
-def new_session(spec: GpuSpec, kernel: Kernel, problem: AttentionProblem, space: int) -> Session:
+def new_session(spec: Device, kernel: Kernel, problem: AttentionProblem, space: int) -> Session:
     """Return the session of this process."""
     return Session(
         gpu=spec.name,

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tilegen.bundles.manifest import Manifest
     from tilegen.check.verification import Check
     from tilegen.cpu.processors import Processor
+    from tilegen.device import Device
     from tilegen.emit.identity import RenderedKernel
     from tilegen.explaining.text import Explanation
     from tilegen.gpus.spec import GpuSpec
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 ALL = "all"
 """Name for all kernels that a problem needs, forward and backward."""
+CPU_SECONDS = 20.0
+"""Time to tune a kernel on a processor, unless a budget says otherwise [s]."""
 FORWARD = "forward"
 """Name for the first kernel of a problem's forward."""
 
@@ -192,35 +195,38 @@ def tune(
     trials: int | None = None,
     storage: str = "",
 ) -> list[TuningRecord]:
-    """Measure configs on the local GPU; return the record of the best config of each kernel.
+    """Measure configs on the local GPU, or on the processor of a machine without a GPU; return the
+    record of the best config of each kernel.
 
     Records and trials are saved in the local cache. The budget of a kernel is `seconds` of this
-    run, `trials` over all runs, or both; without a budget all configs are tried. With the URL of a
+    run, `trials` over all runs, or both; without a budget all configs are tried, on a processor
+    for CPU_SECONDS. With the URL of a
     fleet's `storage`, other machines take part, and the budget is `trials`. A `gpu` must be the
     local GPU.
 
     With TILEGEN_LIBRARIES=1 and without a `storage`, PyTorch's own kernels are measured too, for
-    each pass whose kernels are all tuned. Raises Unsupported without a GPU, and NoRecord if no
+    each pass whose kernels are all tuned. Raises Unsupported without the device, and NoRecord if no
     config runs.
     """
-    from tilegen.gpus.spec import detect
+    from tilegen.choose import on_cpu
+    from tilegen.gpus.spec import GpuSpec
+    from tilegen.tuning.here import tuned_device
     from tilegen.tuning.tuner import tune as tuned
 
     parsed = problem_of(problem)
     if storage and seconds is not None:
         raise Unsupported("with a storage the budget is trials, not seconds: all machines share it")
-    spec = detect() if gpu is None else gpu_of(gpu)
-    if spec is None:
-        raise Unsupported(
-            "tuning measures on a GPU and PyTorch sees none; without it, take the model's choice: "
-            "tilegen propose"
-        )
+    spec = tuned_device() if gpu is None else gpu_of(gpu)
+    if not isinstance(spec, GpuSpec) and seconds is None and trials is None:
+        seconds = CPU_SECONDS
     kernels = kernels_named(kernel, parsed, spec)
     if storage:
         return _tune_together(parsed, spec, kernels, trials, storage)
     tasks = [_task(name, parsed, spec) for name in kernels]
+    if not isinstance(spec, GpuSpec) and kernel == ALL:  # others have one tile
+        tasks = [task for task in tasks if on_cpu.may_tune(task)]
     records = [tuned(task, seconds=seconds, trials=trials) for task in tasks]
-    if settings().libraries:
+    if settings().libraries and isinstance(spec, GpuSpec):
         from tilegen.tuning.libraries import tune_libraries
 
         for direction in FAMILIES:
@@ -231,7 +237,7 @@ def tune(
 
 def _tune_together(
     problem: AttentionProblem,
-    gpu: GpuSpec,
+    gpu: Device,
     kernels: Sequence[Kernel],
     trials: int | None,
     storage: str,
@@ -366,13 +372,13 @@ def kernel_named(name: str) -> Kernel:
     raise Unsupported(f"kernel must be one of {', '.join(KERNELS)}, got {name!r}")
 
 
-def kernel_for(name: str, problem: AttentionProblem, gpu: GpuSpec) -> Kernel:
+def kernel_for(name: str, problem: AttentionProblem, gpu: Device) -> Kernel:
     """Return the kernel with a name; for `forward`, the first kernel that a call uses. Raises
     Unsupported."""
     return kernels_in_use(ALL, problem, gpu)[0] if name == FORWARD else kernel_named(name)
 
 
-def _task(kernel: str, problem: AttentionProblem | str, device: GpuSpec) -> KernelTask:
+def _task(kernel: str, problem: AttentionProblem | str, device: Device) -> KernelTask:
     """Return the task of a kernel by its name; for `forward`, of the first that a call uses."""
     from tilegen.task import KernelTask
 
@@ -380,7 +386,7 @@ def _task(kernel: str, problem: AttentionProblem | str, device: GpuSpec) -> Kern
     return KernelTask.of(kernel_for(kernel, parsed, device), parsed, device)
 
 
-def kernels_in_use(name: str, problem: AttentionProblem, gpu: GpuSpec) -> tuple[Kernel, ...]:
+def kernels_in_use(name: str, problem: AttentionProblem, gpu: Device) -> tuple[Kernel, ...]:
     """Return the kernel with a name; for `all`, the kernels that a call uses, which depend on
     records. Raises Unsupported."""
     from tilegen.choose.families import kernels_used
@@ -389,7 +395,7 @@ def kernels_in_use(name: str, problem: AttentionProblem, gpu: GpuSpec) -> tuple[
     return kernels_used(Records(problem, gpu)) if name == ALL else (kernel_named(name),)
 
 
-def kernels_named(name: str, problem: AttentionProblem, gpu: GpuSpec) -> tuple[Kernel, ...]:
+def kernels_named(name: str, problem: AttentionProblem, gpu: Device) -> tuple[Kernel, ...]:
     """Return the kernel with a name; for `all`, the kernels that the problem needs. Raises
     Unsupported."""
     from tilegen.choose.families import kernels_of

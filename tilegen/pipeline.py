@@ -1,11 +1,12 @@
-"""The whole compiler on one screen: from a problem and a GPU to the kernels that compute it.
+"""The whole compiler on one screen: from a problem and a device to the kernels that compute it.
 
     AttentionProblem -> normal form -> families -> KernelTask -> ranked configs
     -> Choice: agreed, or recorded, or tuned, or the fastest that compiles to a usable kernel
     -> modules
 
 Calls, bundles, ranks and every command go this way; they differ in where they stop. Bundles compile
-in a pool of processes, others in this process.
+in a pool of processes, others in this process. On a processor no choice
+depends on machine code.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from tilegen.disk import log, say_once
 from tilegen.emit.identity import rows_are_aligned
 from tilegen.emit.kernel_files import load_kernel
 from tilegen.errors import BuildFailed, TilegenError
+from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.descriptors import why_not_described, without
 from tilegen.kernels.spec import Direction, FamilySpec
@@ -32,7 +34,7 @@ from tilegen.problem import AttentionProblem
 from tilegen.task import KernelTask, Tiled
 
 if TYPE_CHECKING:
-    from tilegen.gpus.spec import GpuSpec
+    from tilegen.device import Device
     from tilegen.model.resources import Resources
 
 MAX_COMPILES = 20
@@ -48,7 +50,7 @@ Compile = Callable[[Tiled], "Resources | BuildFailed"]
 
 def choose(
     problem: AttentionProblem,
-    device: GpuSpec,
+    device: Device,
     direction: Direction | None = None,
     *,
     aligned: bool = True,
@@ -144,6 +146,10 @@ def rank(
             config = without(config)
         return Ranked(task, (config,), origin, source)
 
+    if task.in_order and not isinstance(task.device, GpuSpec):
+        from tilegen.choose.on_cpu import usual_config  # loads SymPy
+
+        return known(usual_config(task), "model", "rules, for any batch, lengths and pages")
     if task.in_order:
         from tilegen.choose.ranker import invariant_config  # loads SymPy
 
@@ -160,6 +166,10 @@ def rank(
 
 
 def _by_model(task: KernelTask, *, describable: bool, may_compile: bool) -> Ranked:
+    if not isinstance(task.device, GpuSpec):
+        from tilegen.choose.on_cpu import chosen_config
+
+        return Ranked(task, (chosen_config(task),), "model", "the model")
     from tilegen.choose.ranker import by_lower_bound, propose  # load SymPy
 
     ask, top = (by_lower_bound, MAX_COMPILES) if may_compile else (propose, 1)
@@ -217,7 +227,7 @@ def best_acceptable(ranked: Ranked, compile: Compile) -> Choice:
         if seconds and min(seconds.values()) <= (1 + MIN_GAIN) * at_best[config]:
             continue
         tried[config] = built = compile(task.tiled(config))
-        if isinstance(built, BuildFailed) or not acceptable(built, task.device):
+        if isinstance(built, BuildFailed) or not acceptable(built, task.gpu):
             continue
         if not at_best:  # known, not predicted
             return Choice(config=config, ranked=ranked, tried=tried)
@@ -233,7 +243,7 @@ def best_acceptable(ranked: Ranked, compile: Compile) -> Choice:
     if seconds:
         best = min(seconds, key=lambda config: seconds[config])
         return Choice(config=best, ranked=ranked, tried=tried, seconds=seconds)
-    config = list(tried)[first_that_fits(list(tried.values()), task.device)]
+    config = list(tried)[first_that_fits(list(tried.values()), task.gpu)]
     return Choice(config=config, ranked=ranked, tried=tried)
 
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, TypeVar
 
+from tilegen.device import Device
 from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.loops import Step
-from tilegen.kernels.panels import rows_for
+from tilegen.kernels.panels import PANEL_STEP, rows_for
 from tilegen.kernels.registry import KERNELS, family_with
 from tilegen.kernels.spec import Direction, FamilySpec, KernelSpec
 from tilegen.problem import AttentionProblem
@@ -46,7 +47,7 @@ def memo_of(problem: AttentionProblem) -> Memo:
 
 @dataclass(frozen=True)
 class PassTask:
-    """A pass of a problem in normal form, on a device."""
+    """A pass of a problem in normal form, on a GPU."""
 
     direction: Direction
     problem: AttentionProblem
@@ -73,16 +74,22 @@ class KernelTask:
 
     spec: KernelSpec
     problem: AttentionProblem
-    device: GpuSpec
+    device: Device
     joined: TileConfig | None = None
     """The config whose splits the kernel joins, where that is settled."""
     follows: KernelSpec | None = None
     """The kernel whose splits are joined, where it is not of the first family of this kernel."""
 
     @classmethod
-    def of(cls, kernel: Kernel, problem: AttentionProblem, device: GpuSpec) -> KernelTask:
+    def of(cls, kernel: Kernel, problem: AttentionProblem, device: Device) -> KernelTask:
         """Return the task of a kernel by its name, for the normal form of a problem."""
         return cls(KERNELS[kernel], problem.normal(), device)
+
+    @property
+    def gpu(self) -> GpuSpec:
+        """The device, where it is a GPU: what the model of GPUs counts follows from it."""
+        assert isinstance(self.device, GpuSpec), self.device
+        return self.device
 
     @property
     def kernel(self) -> Kernel:
@@ -165,7 +172,10 @@ class KernelTask:
 
     @cached_property
     def panel_rows(self) -> int:
-        """Query rows that a panel of the kernel's pass holds on the device."""
+        """Query rows that a panel of the kernel's pass holds on the device. No family that is used
+        on processors has panels."""
+        if not isinstance(self.device, GpuSpec):
+            return PANEL_STEP
         return rows_for(self.problem, self.device, self.direction)
 
     @property
@@ -196,7 +206,7 @@ class Tiled:
 
     @classmethod
     def of(
-        cls, kernel: Kernel, problem: AttentionProblem, device: GpuSpec, config: TileConfig
+        cls, kernel: Kernel, problem: AttentionProblem, device: Device, config: TileConfig
     ) -> Tiled:
         """Return a kernel by its name, for the normal form of a problem, with a config."""
         return cls(KernelTask.of(kernel, problem, device), config)
@@ -212,9 +222,14 @@ class Tiled:
         return self.task.problem
 
     @property
-    def device(self) -> GpuSpec:
+    def device(self) -> Device:
         """The device."""
         return self.task.device
+
+    @property
+    def gpu(self) -> GpuSpec:
+        """The device, a GPU."""
+        return self.task.gpu
 
     @property
     def step(self) -> Step:

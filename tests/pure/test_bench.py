@@ -44,7 +44,10 @@ def test_real_check_judges_the_outputs_of_the_kernel(
 ) -> None:
     asked: list[tuple[AttentionProblem, dict[str, TileConfig]]] = []
 
-    def verified(problem: AttentionProblem, configs: dict[str, TileConfig]) -> tuple[Check, ...]:
+    def verified(
+        problem: AttentionProblem, configs: dict[str, TileConfig], device: None
+    ) -> tuple[Check, ...]:
+        assert device is None
         asked.append((problem, configs))
         return checks_with(tensor) if TRIED in configs.values() else checks_with()
 
@@ -67,7 +70,7 @@ def test_real_check_judges_the_outputs_of_the_kernel(
 def test_other_kernels_that_fail_are_not_held_against_a_config(
     how: str, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def verified(*_: Any) -> tuple[Check, ...]:
+    def verified(*_: Any, device: None) -> tuple[Check, ...]:
         if how == "raises":
             raise RuntimeError("CUDA error: out of memory")
         return checks_with("dq", "dk", "dv")
@@ -81,7 +84,7 @@ def test_other_kernels_that_fail_are_not_held_against_a_config(
 def test_real_check_maps_what_a_kernel_raises(
     kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def explode(_: Any, configs: dict[str, TileConfig]) -> tuple[Check, ...]:
+    def explode(_: Any, configs: dict[str, TileConfig], device: None) -> tuple[Check, ...]:
         if TRIED in configs.values():
             raise RuntimeError("CUDA error: invalid argument\n  more")
         return checks_with()

@@ -18,9 +18,12 @@ from tilegen.choose.families import (
     ranked_families,
     why_not_ranked,
 )
+from tilegen.choose.on_cpu import space
 from tilegen.choose.ranker import propose
 from tilegen.choose.search_space import all_configs
-from tilegen.cpu.tile_table import cpu_config
+from tilegen.cpu.choice import config_by_rule
+from tilegen.cpu.tile_table import share_of
+from tilegen.cpus.spec import cpu
 from tilegen.emit.render import render
 from tilegen.errors import Unsupported
 from tilegen.kernels.config import TileConfig
@@ -98,29 +101,32 @@ def test_configs() -> None:
 
 
 @pytest.mark.parametrize(
-    "text, key",
+    "text, block_n, keys",
     [
-        ("b1 hq8 hkv8 q512 kv512 d64 fp32 full", "m64n128k512w4s2"),
-        ("b1 hq8 hkv8 q512 kv512 d64 fp32 causal", "m64n64k512w4s2"),
-        ("b1 hq8 hkv8 q2048 kv2048 d128 bf16 causal", "m64n128k2048w4s2"),
-        ("b1 hq4 hkv4 q2048 kv2048 d64 bf16 full", "m64n128k1024w4s2"),
-        ("b1 hq1 hkv1 q4096 kv4096 d64 bf16 full", "m64n128k512w4s2"),
-        ("b1 hq3 hkv3 q100 kv5000 d64 bf16 full", "m64n128k4096w4s2"),
-        ("b2 hq8 hkv1 q900 kv900 d64 bf16 causal", "m64n64k256w4s2"),
-        ("b1 hq1 hkv1 q64 kv77 d256 bf16 full", "m64n64k256w4s2"),
-        ("b8 hq1 hkv1 q64 kv200000 d64 bf16 full", "m64n128k65536w4s2"),
-        ("b8 hq1 hkv1 q64 kv7 d64 bf16 full", "m64n128k128w4s2"),
+        ("b1 hq8 hkv8 q512 kv512 d64 fp32 full", 128, 512),
+        ("b1 hq8 hkv8 q512 kv512 d64 fp32 causal", 64, 512),
+        ("b1 hq8 hkv8 q2048 kv2048 d128 bf16 causal", 128, 2048),
+        ("b1 hq4 hkv4 q2048 kv2048 d64 bf16 full", 128, 1024),
+        ("b1 hq1 hkv1 q4096 kv4096 d64 bf16 full", 128, 512),
+        ("b1 hq3 hkv3 q100 kv5000 d64 bf16 full", 128, 4096),
+        ("b2 hq8 hkv1 q900 kv900 d64 bf16 causal", 64, 256),
+        ("b1 hq1 hkv1 q64 kv77 d256 bf16 full", 64, 256),
+        ("b8 hq1 hkv1 q64 kv200000 d64 bf16 full", 128, 65536),
+        ("b8 hq1 hkv1 q64 kv7 d64 bf16 full", 128, 128),
     ],
 )
-def test_tiles_for_cpus(text: str, key: str) -> None:
+def test_shares_on_cpus(text: str, block_n: int, keys: int) -> None:
     """Shares follow from batch, heads and keys alone: 8 programs at most, unless heads are more."""
     problem = PARSE(text)
-    config = cpu_config(problem, NAME)
-    assert config.key == key
-    check_config(config, NAME)
+    assert share_of(problem, block_n) == keys
     longer = replace(problem, seqlen_q=7 * problem.seqlen_q)
-    assert cpu_config(longer, NAME).split_kv == config.split_kv
-    check_config(cpu_config(problem, "bwd_dq_sum"), "bwd_dq_sum")
+    assert share_of(longer, block_n) == keys
+    for config in (
+        config_by_rule(problem, NAME),
+        *space(KernelTask.of(NAME, problem, cpu("zen5"))),
+    ):
+        check_config(config, NAME)
+    check_config(config_by_rule(problem, "bwd_dq_sum"), "bwd_dq_sum")
 
 
 RENDERED = {

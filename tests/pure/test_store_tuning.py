@@ -59,7 +59,7 @@ def test_a_finding_names_the_machine_and_versions_that_measured_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured_with = Versions(tilegen="0.0.9", torch="2.11.0", triton="3.7.1", cuda="12.6")
-    monkeypatch.setattr("tilegen.tuning.tuner.current_versions", lambda: measured_with)
+    monkeypatch.setattr("tilegen.tuning.tuner.versions_for", lambda _: measured_with)
     monkeypatch.setattr("tilegen.tuning.tuner.now", lambda: "2026-11-21T09:30:00Z")
     first = machine(tmp_path, "aa", tmp_path / "none", monkeypatch)
     run(Replay(SMALL))
@@ -67,7 +67,7 @@ def test_a_finding_names_the_machine_and_versions_that_measured_it(
 
     machine(tmp_path, "bb", tmp_path / "none", monkeypatch)
     here = replace(measured_with, tilegen="0.1.0", torch="2.13.0", cuda="13.0")
-    monkeypatch.setattr("tilegen.tuning.tuner.current_versions", lambda: here)
+    monkeypatch.setattr("tilegen.tuning.tuner.versions_for", lambda _: here)
     monkeypatch.setattr("tilegen.tuning.tuner.now", lambda: "2026-11-22T09:30:00Z")
     remembered = Replay(SMALL)
     record = run(remembered)

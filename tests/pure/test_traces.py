@@ -19,6 +19,7 @@ import tilegen
 from tilegen.calls.flex import from_block_mask
 from tilegen.check.reference import dense_mask
 from tilegen.masks.score import traced
+from tilegen.masks.tracing import constant
 from tilegen.masks.tracing.fingerprint import Traces, fingerprint
 from tilegen.runtime.call import score_of
 
@@ -282,3 +283,15 @@ def test_what_a_function_reads_may_be_a_loop() -> None:
     assert text(score) == "s"
     held[0] = 2
     assert text(score) == "2.0*s"
+
+
+def test_functions_are_marked_as_torch_marks_them() -> None:
+    def mine() -> int:
+        return 1
+
+    def theirs() -> int:
+        return 1
+
+    assert vars(constant.assume_constant_result(mine)) == vars(
+        torch.compiler.assume_constant_result(theirs)
+    )

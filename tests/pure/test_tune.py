@@ -91,7 +91,7 @@ def test_never_measures_twice_and_spends_the_budget_exactly(trials: int) -> None
 
 
 def test_record_says_how_it_is_known(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tune_module, "current_versions", lambda: VERSIONS)
+    monkeypatch.setattr(tune_module, "versions_for", lambda _: VERSIONS)
     replay = Replay(SMALL)
     found = run(replay, trials=8, seconds=60.0)
     assert (found.gpu, found.arch, found.kernel, found.problem) == ("h200", "sm_90", "fwd", PROBLEM)
@@ -251,7 +251,7 @@ def test_optuna_is_quiet_and_keeps_its_own_settings(capsys: pytest.CaptureFixtur
 def test_faster_record_from_elsewhere_stays(
     own_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(tune_module, "current_versions", lambda: VERSIONS)
+    monkeypatch.setattr(tune_module, "versions_for", lambda _: VERSIONS)
     elsewhere = record(us=100.0, template_digest=template_digest("fwd"))
     save(elsewhere)
     found = run(Replay())

@@ -136,9 +136,9 @@ def test_config_that_left_the_space_no_longer_wins() -> None:
 def test_timings_are_taken_again_where_they_may_differ(
     monkeypatch: pytest.MonkeyPatch, change: dict[str, str], measured: int
 ) -> None:
-    monkeypatch.setattr(tune_module, "current_versions", lambda: VERSIONS)
+    monkeypatch.setattr(tune_module, "versions_for", lambda _: VERSIONS)
     run(Replay(SMALL))
-    monkeypatch.setattr(tune_module, "current_versions", lambda: replace(VERSIONS, **change))
+    monkeypatch.setattr(tune_module, "versions_for", lambda _: replace(VERSIONS, **change))
     again = Replay(SMALL)
     found = run(again)
     assert measured == len(again.measured)

@@ -198,7 +198,7 @@ class _Builder:
         digest = kernel_digest(
             task.problem, first, task.kernel, aligned=rows_are_aligned(task.problem)
         )
-        key = digest, ranked.configs, task.device
+        key = digest, ranked.configs, task.gpu
         with self._lock:
             is_first = key not in self._started
             future = self._started.setdefault(key, Future())
@@ -214,7 +214,7 @@ class _Builder:
         """Build the best acceptable config, or else the config that spills least."""
         kept: dict[TileConfig, Binary] = {}
         compiled: dict[TileConfig, CompiledKernel] = {}
-        device = ranked.task.device
+        device = ranked.task.gpu
 
         def compile(tiled: Tiled) -> Resources | BuildFailed:
             rendered = render(tiled.problem, tiled.config, ranked.kernel)

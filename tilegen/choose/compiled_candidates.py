@@ -55,5 +55,5 @@ def _compiled(tiled: Tiled, built: Resources | BuildFailed) -> Compiled:
         triton=triton,
         resources=built,
         seconds=time_as_compiled(tiled, built).seconds,
-        objection=objection(built, tiled.device),
+        objection=objection(built, tiled.gpu),
     )

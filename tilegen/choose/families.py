@@ -9,7 +9,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tilegen.choose.libraries import faster_library
+from tilegen.device import Device
 from tilegen.errors import Unsupported
+from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Family, Kernel
 from tilegen.kernels.registry import FAMILIES
 from tilegen.kernels.spec import Direction, FamilySpec
@@ -19,7 +21,6 @@ from tilegen.task import PassTask
 
 if TYPE_CHECKING:
     from tilegen.choose.records import Records
-    from tilegen.gpus.spec import GpuSpec
 
 LARGE = 2.0
 """M / d^2 from which FlashAttention's schedules move least by a margin: the traffic of the
@@ -42,10 +43,12 @@ FEW_ROWS queries, so that the heads of a group may share a tile."""
 
 @one_at_a_time
 def kernels_of(
-    problem: AttentionProblem, gpu: GpuSpec, direction: Direction | None = None
+    problem: AttentionProblem, gpu: Device, direction: Direction | None = None
 ) -> tuple[Kernel, ...]:
-    """Return the kernels that compute a problem, or one of its passes, on a GPU."""
+    """Return the kernels that compute a problem, or one of its passes, on a device."""
     if direction is not None:
+        if not isinstance(gpu, GpuSpec):
+            return _family_on_cpu(problem, direction).names
         return FAMILIES[direction][family(problem, gpu, direction)].names
     return tuple(name for way in passes_of(problem) for name in kernels_of(problem, gpu, way))
 
@@ -74,6 +77,8 @@ def _family_used(records: Records, direction: Direction) -> FamilySpec:
     Measured times are compared with measured times only: predictions are optimistic, so that an
     untimed family would always win. A library, too, is compared with a measured family only.
     """
+    if not isinstance(records.device, GpuSpec):
+        return _family_on_cpu(records.problem, direction)
     families = {name: one for name, one in FAMILIES[direction].items() if not one.for_cpus}
     for spec in families.values():
         if all(records.agreed(kernel) for kernel in spec.names):
@@ -89,6 +94,12 @@ def _family_used(records: Records, direction: Direction) -> FamilySpec:
             best, shortest = spec, seconds
     library = faster_library(records, direction, shortest)
     return replace(best, library=library) if library else best
+
+
+def _family_on_cpu(problem: AttentionProblem, direction: Direction) -> FamilySpec:
+    from tilegen.choose.on_cpu import family_on_cpu  # loads SymPy
+
+    return family_on_cpu(problem, direction)
 
 
 def _measured(records: Records, kernels: tuple[Kernel, ...]) -> float | None:

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from tilegen.choose import on_cpu
 from tilegen.choose.reason import reason_of
 from tilegen.choose.search_space import legal_configs
 from tilegen.disk import say_once
 from tilegen.errors import Unsupported
 from tilegen.gpus.nearest import on_tensor_cores
+from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import TileConfig
 from tilegen.kernels.descriptors import without
 from tilegen.model.as_compiled import clocks_as_compiled
@@ -47,6 +49,8 @@ def propose(task: KernelTask, *, top: int = 10, describable: bool = True) -> lis
     """
     if isinstance(top, bool) or not isinstance(top, int) or top < 1:
         raise Unsupported(f"top must be an int of at least 1, got {top!r}")
+    if not isinstance(task.device, GpuSpec):
+        return on_cpu.candidates(task)[:top]
     return _best(task, top, describable, spilling=True)
 
 
@@ -63,7 +67,7 @@ def by_lower_bound(task: KernelTask, *, top: int = 10, describable: bool = True)
 
 def best_of(task: KernelTask) -> Candidate:
     """Return the first candidate of `propose`. Raises Unsupported."""
-    key = "best", task.kernel, task.joined, task.device
+    key = "best", task.kernel, task.joined, task.gpu
     return task.memo.once(key, lambda: propose(task, top=1)[0])
 
 
@@ -74,7 +78,7 @@ def invariant_config(task: KernelTask) -> TileConfig:
     Unsupported."""
     problem = replace(task.problem.rounded, page=0)
     return propose(
-        KernelTask(task.spec.unpaged or task.spec, problem, task.device), top=1, describable=False
+        KernelTask(task.spec.unpaged or task.spec, problem, task.gpu), top=1, describable=False
     )[0].config
 
 
@@ -88,7 +92,7 @@ def joining(task: KernelTask) -> KernelTask:
 
 
 def _best(task: KernelTask, top: int, describable: bool, *, spilling: bool) -> list[Candidate]:
-    task, device = joining(task), task.device
+    task, device = joining(task), task.gpu
     if task.problem.dtype == "bf16" and not on_tensor_cores("bf16", device.arch):
         say_once(
             f"{device.title} ({device.arch}) has no tensor cores for bf16: products run as fp32 "
@@ -146,9 +150,9 @@ def _fastest(
 def _last_resort(task: KernelTask, configs: Sequence[TileConfig], top: int) -> list[Timed]:
     """Return the `top` fastest configs that spill much, or that do not quite fit by prediction."""
     needed = [(config, footprint(Tiled(task, config))) for config in configs]
-    fitting = [pair for pair in needed if pair[1].fits(task.device)]
+    fitting = [pair for pair in needed if pair[1].fits(task.gpu)]
     if not fitting:
-        fitting = [pair for pair in needed if pair[1].may_fit(task.device)]
+        fitting = [pair for pair in needed if pair[1].may_fit(task.gpu)]
     legal = [pair for pair in fitting if not pair[1].surely_spills]
     # The configs that spill least, where every config spills much.
     least = sorted(fitting, key=lambda pair: (pair[1].registers, pair[0]))[: max(top, 20)]
@@ -176,7 +180,7 @@ def _is_promising(tiled: Tiled) -> bool:
 
     def compute() -> bool:
         needs, config = footprint(tiled), tiled.config
-        if needs.surely_spills or not needs.fits(tiled.device):
+        if needs.surely_spills or not needs.fits(tiled.gpu):
             return False
         plain = Tiled(tiled.task, without(config))
         return not config.descriptors or footprint(plain).spill_bytes > 0
@@ -194,12 +198,12 @@ def _least_seconds(plain: Tiled, launch: float, kept: int) -> float:
     """Return a lower bound of the seconds of all configs of this tile and these warps, however many
     stages they have and however tiles are loaded: of as many steps as `kept` scores would fill."""
     steps = kept / (plain.config.rows * plain.config.block_n)
-    return launch + least_seconds(plain.device, step_clocks(plain), steps)
+    return launch + least_seconds(plain.gpu, step_clocks(plain), steps)
 
 
 def _least_as_counted(plain: Tiled, launch: float) -> float:
     """Return a lower bound of the seconds from the visited tiles, which takes longer to compute."""
-    run, device = launches(plain), plain.device
+    run, device = launches(plain), plain.gpu
     on_sms = least_seconds(device, step_clocks(plain), float(run.steps), masked=run.masked)
     return launch + max(on_sms, l2_seconds(device, traffic(plain)))
 
@@ -239,6 +243,8 @@ def _with_splits(tiled: Tiled) -> Tiled:
 def estimate(tiled: Tiled) -> CostEstimate:
     """Predict the cost of a config, legal or not. A kernel that joins splits is predicted for the
     model's splits where the task has none."""
+    if not isinstance(tiled.device, GpuSpec):
+        return on_cpu.estimate(tiled)
     tiled = _with_splits(tiled)
     needs = footprint(tiled)
     return _cost(tiled, time(tiled, needs), needs)
@@ -247,6 +253,8 @@ def estimate(tiled: Tiled) -> CostEstimate:
 @one_at_a_time
 def candidate_of(tiled: Tiled) -> Candidate:
     """Return a config as `propose` would, wherever it ranks."""
+    if not isinstance(tiled.device, GpuSpec):
+        return on_cpu.candidate_of(tiled)
     tiled = _with_splits(tiled)
     needs = footprint(tiled)
     return _candidate(tiled, time(tiled, needs), needs)
@@ -266,16 +274,18 @@ def time_as_compiled(tiled: Tiled, built: Resources, *, stages: int | None = Non
     if stages not in (None, tiled.config.num_stages):
         used = replace(used, smem_bytes=needs.smem_bytes)
     code = built.step_code
-    return time(tiled, used, clocks_as_compiled(code, tiled.device) if code else None)
+    return time(tiled, used, clocks_as_compiled(code, tiled.gpu) if code else None)
 
 
 def search_space(task: KernelTask) -> list[TileConfig]:
     """Return the configs that a tuner may try: all that fit, and all that may fit once compiled."""
+    if not isinstance(task.device, GpuSpec):
+        return on_cpu.space(task)
     needs = {config: footprint(Tiled(task, config)) for config in legal_configs(task)}
     return [
         config
         for config, need in needs.items()
-        if need.may_fit(task.device) and need.registers <= REGISTER_DOUBT * need.max_registers
+        if need.may_fit(task.gpu) and need.registers <= REGISTER_DOUBT * need.max_registers
     ]
 
 
@@ -287,6 +297,9 @@ def ranked_space(
 
     `space` defaults to all that fits, and to the model's proposals where nothing fits well.
     """
+    if not isinstance(task.device, GpuSpec):
+        proposed = on_cpu.candidates(task, space)
+        return [candidate.config for candidate in proposed], proposed
     candidates = propose(task, top=2**16)
     if space is None:
         space = search_space(task)

@@ -22,7 +22,7 @@ _WAITS_FOR = {
 
 def reason_of(tiled: Tiled, cost: CostEstimate) -> str:
     """Describe a tile in one sentence: its sides, its traffic, and its limit."""
-    config, gpu = tiled.config, tiled.device
+    config, gpu = tiled.config, tiled.gpu
     moved = cost.read_bytes + cost.write_bytes
     needs = footprint(tiled)
     together = residents(needs, gpu, config)

@@ -8,19 +8,21 @@ from typing import TYPE_CHECKING, Literal
 from tilegen.disk import say_once
 from tilegen.emit.identity import template_digest
 from tilegen.errors import TilegenError
+from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import KERNELS
 from tilegen.problem import AttentionProblem
 from tilegen.settings import settings
-from tilegen.store import TuningRecord, current_versions, look_up
+from tilegen.store import TuningRecord, look_up
+from tilegen.store.versions import versions_for
 from tilegen.task import KernelTask
 from tilegen.tuning.measure import DeviceLost
 
 if TYPE_CHECKING:
-    from tilegen.gpus.spec import GpuSpec
+    from tilegen.device import Device
     from tilegen.store import Found
 
-TUNE_SECONDS = 30.0
+TUNE_SECONDS, TUNE_SECONDS_ON_CPU = 30.0, 20.0
 """Seconds per kernel, where TILEGEN_TUNE=1 lets a call tune."""
 
 
@@ -28,7 +30,7 @@ _agreed: dict[tuple[str, Kernel, str], TileConfig] = {}
 """Configs that all ranks of a job agreed on; they go before all records."""
 
 
-def remember(device: GpuSpec, kernel: Kernel, bucket: str, config: TileConfig) -> None:
+def remember(device: Device, kernel: Kernel, bucket: str, config: TileConfig) -> None:
     """Keep the config that all ranks agreed on for a kernel of a problem's bucket."""
     _agreed[device.name, kernel, bucket] = config
 
@@ -41,7 +43,7 @@ class Records:
     """
 
     def __init__(
-        self, problem: AttentionProblem, device: GpuSpec, *, deterministic: bool | None = None
+        self, problem: AttentionProblem, device: Device, *, deterministic: bool | None = None
     ) -> None:
         self.problem, self.device = problem.normal(), device
         self.deterministic = settings().deterministic if deterministic is None else deterministic
@@ -76,13 +78,20 @@ class Records:
         """Tune a kernel now; None without TILEGEN_TUNE=1, or where tuning fails."""
         if self.deterministic or not settings().tune:
             return None
+        task, seconds = self.task(kernel), TUNE_SECONDS
+        if not isinstance(self.device, GpuSpec):
+            seconds = TUNE_SECONDS_ON_CPU
+            from tilegen.choose.on_cpu import may_tune  # loads SymPy
+
+            if not may_tune(task):
+                return None
         from tilegen.tuning.tuner import tune_once
 
         def known() -> TuningRecord | None:
             return (entry := self._look(kernel, borrow=False)) and entry.record
 
         try:
-            return tune_once(self.task(kernel), seconds=TUNE_SECONDS, known=known).config
+            return tune_once(task, seconds=seconds, known=known).config
         except DeviceLost:
             raise
         except TilegenError as error:  # a call that cannot be tuned for can still be computed
@@ -92,7 +101,7 @@ class Records:
     def _look(self, kernel: Kernel, *, borrow: bool | Literal["only"]) -> Found | None:
         return look_up(
             self.task(kernel),
-            versions=current_versions(),
+            versions=versions_for(self.device),
             template_digest=template_digest(kernel),
             borrow=borrow,
             strict=self.deterministic,

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tilegen import cpu
+from tilegen import cpu, pipeline
 from tilegen.check.sizes import checkable
 from tilegen.check.verification import Check, require, verify
 from tilegen.choose.families import passes_of
-from tilegen.cpu.choice import cpu_choice
 from tilegen.cpu.passes import passes_to_time
 from tilegen.cpu.timing import timed_in_turns
+from tilegen.cpus.host import current_cpu
 from tilegen.emit.render import render
 from tilegen.errors import Unsupported
 from tilegen.kernels.config import Kernel, TileConfig
@@ -61,9 +61,8 @@ class CpuDemo:
                 f"expected whole keys, got pages of {problem.page}: the demonstration times calls "
                 "of tilegen.attention; leave the page out"
             )
-        configs: dict[Kernel, TileConfig] = {}
-        for direction in passes_of(problem):
-            configs |= cpu_choice(problem, direction)[1]
+        chosen = pipeline.choose(problem, current_cpu())
+        configs = {kernel: choice.config for kernel, choice in chosen.items()}
         rendered = {kernel: render(problem, config, kernel) for kernel, config in configs.items()}
         self._compile(rendered)
         checks = self._verify(problem, configs)

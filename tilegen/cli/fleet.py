@@ -203,14 +203,9 @@ def fleet_proxy(
 
 
 def _detected() -> Any:
-    from tilegen.gpus.spec import detect
+    from tilegen.tuning.here import tuned_device
 
-    if (spec := detect()) is None:
-        raise Unsupported(
-            "tuning measures on a GPU and PyTorch sees none; without it, measure by recordings "
-            "(tilegen worker --replay), or take the model's choice: tilegen propose"
-        )
-    return spec
+    return tuned_device()
 
 
 def _store(text: str) -> Location | None:

@@ -36,7 +36,7 @@ from tilegen.cli.options import (
     say_unless,
 )
 from tilegen.cli.plans import plan_of, print_plans
-from tilegen.disk import log, printable
+from tilegen.disk import printable
 from tilegen.errors import TilegenError
 
 app = typer.Typer(
@@ -263,18 +263,17 @@ def tune(
     dry_run: DryRun = False,
     json_: Json = False,
 ) -> None:
-    """Find the best configs on the GPU here and record them. Ctrl-C keeps what was found.
+    """Find the best configs on the GPU or processor here and record them. Ctrl-C keeps what was
+    found.
 
     Example: tilegen tune "b4 hq32 hkv8 q4096 d128 bf16 causal" --seconds 60
     """
     if dry_run:
         from tilegen.choose.ranker import search_space
         from tilegen.fleet.jobs import jobs_of
-        from tilegen.gpus.spec import detect
+        from tilegen.tuning.here import tuned_device
 
-        parsed, spec = api.problem_of(problem), api.gpu_of(None)
-        if detect() is None:
-            log.warning("no GPU that PyTorch can use here: this is the plan for %s", spec.name)
+        parsed, spec = api.problem_of(problem), tuned_device()
         jobs = jobs_of([parsed], spec, api.kernels_named(kernel, parsed, spec))
         plans = [plan_of(job, search_space(job.task)) for job in jobs]
         print_plans(plans, json_)

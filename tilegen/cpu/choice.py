@@ -1,4 +1,4 @@
-"""Choose the kernels of a call on the CPU: a family for each pass, and tiles.
+"""Rules for the kernels of a call on the CPU: a family for each pass, splits, and usual tiles.
 
 The choice depends on the problem alone, not on threads or clocks, so that results depend on
 neither.
@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tilegen.cpu.tile_table import cpu_config
-from tilegen.errors import Unsupported
 from tilegen.kernels.config import BLOCK_SIZES, Kernel, TileConfig
 from tilegen.kernels.q_stationary import Q_STATIONARY
 from tilegen.kernels.registry import BACKWARD, KERNELS
@@ -30,18 +29,8 @@ FEW_ROWS, MOST_ROWS = BLOCK_SIZES[0], 64
 with fewer rows shares a tile with the other heads of its group."""
 
 
-def cpu_choice(
-    problem: AttentionProblem, direction: Direction
-) -> tuple[FamilySpec, dict[Kernel, TileConfig]]:
-    """Choose the family of a pass and the config of each kernel. Raises Unsupported."""
-    problem = problem.bucket  # lengths are powers of two
-    family = _family(problem, direction)
-    if reason := family.why_not(problem, "cpu"):
-        raise Unsupported(reason)
-    return family, {kernel.name: _config(problem, kernel.name) for kernel in family.kernels}
-
-
-def _family(problem: AttentionProblem, direction: Direction) -> FamilySpec:
+def family_by_rule(problem: AttentionProblem, direction: Direction) -> FamilySpec:
+    """Return the family that computes a pass of a bucket's problem."""
     if direction == "backward":
         for_cpus = (family for family in BACKWARD.values() if family.for_cpus)
         return next(for_cpus, TWO_PASS)
@@ -57,7 +46,8 @@ def _family(problem: AttentionProblem, direction: Direction) -> FamilySpec:
     return SPLIT_KV if is_thin or may_split else Q_STATIONARY
 
 
-def _config(problem: AttentionProblem, kernel: Kernel) -> TileConfig:
+def config_by_rule(problem: AttentionProblem, kernel: Kernel) -> TileConfig:
+    """Return the config of a kernel for a bucket's problem."""
     spec, config = KERNELS[kernel], cpu_config(problem, kernel)
     if not (spec.splits and spec.packs):
         return config

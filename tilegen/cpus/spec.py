@@ -7,9 +7,9 @@ import tomllib
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, ClassVar
 
-from tilegen.device import Device
+from tilegen.device import ONE_THREAD, Device
 from tilegen.errors import Unsupported
 
 PAIRED = ("avx512bf16", "amx", "neonbf16")
@@ -51,8 +51,14 @@ class CpuSpec(Device):
     """Rate at which a core reads from L3 [bytes/s]."""
     dram_bandwidth: float
     """Rate at which a core reads from memory [bytes/s]."""
+    policy: ClassVar[str] = ONE_THREAD
     measured: bool
     """True: the rates were measured. False: they are computed from documents, or estimates."""
+
+    @property
+    def on_chip_bytes(self) -> int:
+        """Fast memory, the `M` of the bounds: a core's L2 [bytes]."""
+        return self.l2_bytes
 
     @property
     def pairs(self) -> bool:

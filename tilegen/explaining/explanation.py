@@ -102,7 +102,7 @@ def explain(
         config = choice.config
     task = joining(task)
     ranked = propose(task, top=4)
-    problem, device, kernel = task.problem, task.device, task.kernel
+    problem, device, kernel = task.problem, task.gpu, task.kernel
     chosen = ranked[0] if config is None else _candidate(task.tiled(config), ranked, choice)
     tiled = task.tiled(chosen.config)
     others = [candidate for candidate in ranked if candidate.config != chosen.config][:3]
@@ -199,7 +199,7 @@ def _splits(tiled: Tiled) -> str:
         each = f"at most {each}, over which the keys of each request are divided"
     return (
         f"{splits.count} of {each}, {whose}: {int(tiles * splits.programs)} "
-        f"programs that find {split} to visit, for {tiled.device.num_sms} SMs"
+        f"programs that find {split} to visit, for {tiled.gpu.num_sms} SMs"
     )
 
 
@@ -213,7 +213,7 @@ def _loads(tiled: Tiled) -> str:
     if config.descriptors:
         return f"{names} through tensor descriptors"
     aligned = rows_are_aligned(tiled.problem)
-    arch = tiled.device.arch
+    arch = tiled.gpu.arch
     reason = why_not_described(spec, tiled.problem.dtype, aligned=aligned, arch=arch)
     return f"{names} by addresses" + (f": {reason}" if reason else f"; by TMA with {config.key}t")
 
@@ -233,7 +233,7 @@ def _candidate(tiled: Tiled, ranked: Sequence[Candidate], choice: Choice | None)
 
 def _check_fits(tiled: Tiled) -> None:
     """Raise Unsupported for a config that does not fit, whose time cannot be predicted."""
-    needs, device = footprint(tiled), tiled.device
+    needs, device = footprint(tiled), tiled.gpu
     if needs.may_fit(device):
         return
     columns = f" and {needs.columns} columns of tensor memory" if needs.columns else ""
@@ -283,7 +283,7 @@ def _time(tiled: Tiled, cost: CostEstimate) -> dict[str, Any]:
     run = launches(tiled)
     moved = Traffic(read_bytes=cost.read_bytes, write_bytes=cost.write_bytes)
     shares = {
-        "l2": time.l2_seconds(tiled.device, moved, run.programs / run.count),
+        "l2": time.l2_seconds(tiled.gpu, moved, run.programs / run.count),
         "dram": dict(cost.terms)["dram"],
     }
     launch = time.launch_seconds(tiled.task, run.count)
@@ -354,4 +354,4 @@ def _versus(task: KernelTask, chosen: Candidate, other: Candidate) -> dict[str, 
 
 
 def _residents(tiled: Tiled) -> int:
-    return residents(footprint(tiled), tiled.device, tiled.config)
+    return residents(footprint(tiled), tiled.gpu, tiled.config)

@@ -30,7 +30,7 @@ def static(task: KernelTask, config: TileConfig | None = None) -> dict[str, Any]
 
     `config` defaults to the choice of a call. Raises Unsupported and BuildFailed.
     """
-    gpu, kernel = task.device, task.kernel
+    gpu, kernel = task.gpu, task.kernel
     chosen = config or choose_kernel(task, may_compile=True).config
     tiled = task.tiled(chosen)
     built = compile_for(render(task.problem, chosen, kernel), gpu.arch)

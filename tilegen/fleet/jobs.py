@@ -10,13 +10,13 @@ from functools import cached_property
 from pathlib import Path
 
 from tilegen.choose.families import kernels_of
+from tilegen.device import Device
 from tilegen.emit.identity import template_digest
-from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Kernel
 from tilegen.problem import AttentionProblem
 from tilegen.store.record import slug
 from tilegen.store.trials import Conditions
-from tilegen.store.versions import current_versions
+from tilegen.store.versions import versions_for
 from tilegen.task import KernelTask
 
 ATTRIBUTES = ("gpu", "kernel", "problem", "policy")
@@ -27,7 +27,7 @@ ATTRIBUTES = ("gpu", "kernel", "problem", "policy")
 class Job:
     """A kernel of a problem, to be tuned on a GPU model."""
 
-    gpu: GpuSpec
+    gpu: Device
     kernel: Kernel
     problem: AttentionProblem
     """A problem with the batch and lengths of a bucket."""
@@ -41,7 +41,7 @@ class Job:
     def conditions(self) -> Conditions:
         """Conditions of the timings. Workers under other conditions share another study."""
         digest = template_digest(self.kernel)
-        return Conditions.of(self.problem, self.gpu.arch, current_versions(), digest)
+        return Conditions.of(self.problem, self.gpu, versions_for(self.gpu), digest)
 
     @cached_property
     def study(self) -> str:
@@ -53,7 +53,7 @@ class Job:
     @property
     def attributes(self) -> dict[str, str]:
         """Values of `ATTRIBUTES` in the job's study."""
-        values = self.gpu.name, self.kernel, self.problem.key, self.conditions.policy
+        values = self.gpu.name, self.kernel, self.problem.key, self.gpu.policy
         return dict(zip(ATTRIBUTES, values, strict=True))
 
     def __str__(self) -> str:
@@ -61,7 +61,7 @@ class Job:
 
 
 def jobs_of(
-    problems: Iterable[AttentionProblem], gpu: GpuSpec, kernels: Sequence[Kernel] | None = None
+    problems: Iterable[AttentionProblem], gpu: Device, kernels: Sequence[Kernel] | None = None
 ) -> list[Job]:
     """List the jobs of problems on a GPU model, each once; by default for all kernels they need."""
     jobs = [

@@ -23,9 +23,10 @@ from tilegen.fleet.storage import StorageAway, StorageBroken, in_a_hurry
 from tilegen.kernels.config import TileConfig
 from tilegen.model.estimate import Candidate
 from tilegen.settings import settings
-from tilegen.store import Location, TuningRecord, current_versions, now, this_machine
+from tilegen.store import Location, TuningRecord, now, this_machine
 from tilegen.store.transfer import put, put_trials
 from tilegen.store.trials import Trial, trial_line, trials_path
+from tilegen.store.versions import versions_for
 from tilegen.tuning.bench import Ahead, Bench, refused
 from tilegen.tuning.measure import DeviceLost, one_line, us
 from tilegen.tuning.trials import trials_of
@@ -204,7 +205,7 @@ class Worker:
             spill_bytes=getattr(built, "spill_bytes", 0),
             device_lost=lost is not None,
             source=this_machine(),
-            versions=current_versions(),
+            versions=versions_for(job.gpu),
             date=now(),
         )
         counts = queue.finish(claim, trial, job.conditions)
@@ -231,9 +232,7 @@ class Worker:
         try:
             record = tune(
                 job.task,
-                measure=bench.measure,
-                compile=bench.compile,
-                check=bench.check,
+                bench=bench,
                 candidates=candidates,
                 space=configs,
                 progress=False,

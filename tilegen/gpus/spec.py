@@ -54,6 +54,11 @@ class GpuSpec(Device):
         registers and tensor memory of an SM."""
         return self.smem_per_block + 4 * self.registers_per_sm + self.tensor_memory_per_sm
 
+    @property
+    def memories(self) -> int:
+        """Number of such memories: each SM has its own."""
+        return self.num_sms
+
 
 def gpu(name: str, *, fast_memory: int | None = None) -> GpuSpec:
     """Look up a GPU model in the catalogue. Raises Unsupported.

@@ -227,16 +227,19 @@ class Kernels:
         if served:
             family = passes.family_of(served, direction)
             return self._pass(direction, family, served, panel_rows=1, readable=(torch.int32,))
-        from tilegen.cpu.choice import cpu_choice
+        from tilegen.cpus.host import current_cpu
         from tilegen.emit.render import render  # loads Jinja
 
         problem = self._problems[direction]
-        family, configs = cpu_choice(problem, direction)
-        log.debug("%s of '%s' on the CPU: %s, %s", direction, problem, family.name, configs)
+        chosen = pipeline.choose(
+            problem, current_cpu(), direction, aligned=self.aligned, may_tune=True
+        )
         kernels: dict[Kernel, BoundKernel] = {}
-        for kernel, config in configs.items():
-            rendered = render(problem, config, kernel, aligned=self.aligned)
+        for kernel, choice in chosen.items():
+            log.debug("%s for '%s': %s, from %s", kernel, problem, choice.config, choice.source)
+            rendered = render(problem, choice.config, kernel, aligned=self.aligned)
             kernels[kernel] = bound_kernel(rendered, self.device)
+        family = passes.family_of(kernels, direction)
         return self._pass(direction, family, kernels, panel_rows=1)
 
     def _for_gpu(self, direction: Direction) -> Pass:

@@ -204,7 +204,7 @@ def bound_values(task: KernelTask | PassTask) -> dict[sp.Symbol, float]:
         n_q: size.rows,
         n_kv: size.columns,
         M: device.on_chip_bytes / problem.element_bytes,
-        P: device.num_sms,
+        P: device.memories,
         e: problem.element_bytes,
     }
 

@@ -176,7 +176,7 @@ def levels(tiled: Tiled, *, order: Order | None = None) -> Levels:
     `order` replaces the order of the emitted kernel, to compute the cost of another. Raises
     Unsupported for kernels that take head dims in slices.
     """
-    task, device = tiled.task, tiled.device
+    task, device = tiled.task, tiled.gpu
     if task.spec.sliced:
         raise Unsupported(
             f"{task.kernel} takes head dims in slices, expected a kernel that holds them whole"
@@ -222,7 +222,7 @@ def _between(loop: Loop, tiled: Tiled, moved: Traffic, in_flight: int, order: Or
 @_between.register
 def _(loop: OverRows, tiled: Tiled, moved: Traffic, *_: Any) -> int:
     # A kernel that joins splits reads results that the kernel before it has just written to L2.
-    held = tiled.device.l2_bytes if loop.joins else 0
+    held = tiled.gpu.l2_bytes if loop.joins else 0
     return max(0, moved.read_bytes - held) + moved.write_bytes
 
 
@@ -248,7 +248,7 @@ def _(loop: Sliced, tiled: Tiled, moved: Traffic, *_: Any) -> int:
     panels that does not add to memory moves at most its bytes between SMs and L2.
     """
     task = tiled.task
-    key = "slices in DRAM", task.kernel, task.device
+    key = "slices in DRAM", task.kernel, task.gpu
     most = task.memo.once(key, lambda: _most_of_slices(task, loop))
     if not loop.panel or loop.stays == "columns":
         return most
@@ -256,7 +256,7 @@ def _(loop: Sliced, tiled: Tiled, moved: Traffic, *_: Any) -> int:
 
 
 def _most_of_slices(task: KernelTask, loop: Sliced) -> int:
-    problem, l2_bytes, mask = task.problem, task.device.l2_bytes, size_of(task)
+    problem, l2_bytes, mask = task.problem, task.gpu.l2_bytes, size_of(task)
     size, width = problem.element_bytes, sum(problem.head_dims[dim] for dim in task.spec.products)
     rows, columns = task.heads_q * mask.rows * width, task.heads_kv * mask.columns * width
     if not loop.panel:
@@ -273,7 +273,7 @@ def _most_of_slices(task: KernelTask, loop: Sliced) -> int:
 
 def dram_bound_bytes(task: KernelTask) -> int:
     """Compute the lower bound in bytes with L2 and all memory on SMs as one fast memory."""
-    device = task.device
+    device = task.gpu
     one_memory = replace(
         device,
         num_sms=1,
@@ -310,7 +310,7 @@ def _streams(tiled: Tiled, in_flight: int, order: Order | None) -> _Streams:
     programs = of_group * counts.programs
     _, rows = loop.sides(size.rows, size.columns)
     once = loop.streamed_bytes(problem) * rows * (problem.group_size // of_group)
-    capacity, part = tiled.device.l2_bytes / once if once else math.inf, 1.0
+    capacity, part = tiled.gpu.l2_bytes / once if once else math.inf, 1.0
     together = in_flight
     if order != "head_major":
         of_head = of_group if order == "heavy_first" else 1

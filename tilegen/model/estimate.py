@@ -20,13 +20,13 @@ class CostEstimate:
     write_bytes: int
     """Bytes that SMs store to L2. Exact."""
     dram_bytes: int
-    """Bytes between L2 and DRAM in both directions, by a model of L2."""
+    """Bytes between L2 and DRAM in both directions, by a model of L2. 0 on a processor."""
     lower_bound_bytes: int
     """Bytes that any algorithm must move with this GPU's on-chip memory."""
     smem_bytes: int
-    """Shared memory of one program [bytes]."""
+    """Shared memory of one program [bytes]; 0 on a processor."""
     registers: int
-    """32-bit registers of one thread; over 255 the compiler spills."""
+    """32-bit registers of one thread; over 255 the compiler spills. 0 on a processor."""
     flops: int
     """Tensor flops executed: whole tiles at padded head dims."""
     seconds: float

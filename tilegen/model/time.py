@@ -75,7 +75,7 @@ def step_clocks(tiled: Tiled) -> StepClocks:
 
 
 def _step_clocks(tiled: Tiled) -> StepClocks:
-    spec, problem, config, gpu = tiled.spec, tiled.problem, tiled.config, tiled.device
+    spec, problem, config, gpu = tiled.spec, tiled.problem, tiled.config, tiled.gpu
     rates, per, drawn = rates_of(gpu.arch), instructions(spec), drawn_of(tiled.task)
     work, size = tiled.step, problem.element_bytes
     vector = not on_tensor_cores(problem.dtype, gpu.arch)
@@ -120,7 +120,7 @@ def local_clocks(tiled: Tiled, needs: Footprint) -> float:
     and stores of them, since some words live around the loop. Measured times on sm_86 require more
     (`spilled`). Nothing hides these clocks, since the next instruction needs the spilled word.
     """
-    arch = tiled.device.arch
+    arch = tiled.gpu.arch
     threads = threads_of(arch, tiled.config.num_warps)
     moved = rates_of(arch).spilled * needs.spill_bytes * threads
     return moved / SMEM_BYTES_PER_CLK
@@ -161,7 +161,7 @@ def time(tiled: Tiled, needs: Footprint, code: StepClocks | None = None) -> Time
     `needs` are the resources of a program, predicted or as compiled. `code` are the clocks of a
     step by its machine code; by default they are predicted.
     """
-    gpu, run, moved = tiled.device, launches(tiled), traffic(tiled)
+    gpu, run, moved = tiled.gpu, launches(tiled), traffic(tiled)
     work, clk = tiled.step, code or step_clocks(tiled)
     local = code.local if code else local_clocks(tiled, needs)
     per_launch = run.programs / run.count
@@ -252,7 +252,7 @@ class ProgramClocks:
 
 
 def _program_clocks(tiled: Tiled, clk: StepClocks, local: float, *, together: int) -> ProgramClocks:
-    gpu, config, run = tiled.device, tiled.config, launches(tiled)
+    gpu, config, run = tiled.gpu, tiled.config, launches(tiled)
     rates, work = rates_of(gpu.arch), tiled.step
     latency = rates.latency_seconds * gpu.clock_hz / together
     softmax = max(clk.issue + run.masked * clk.masking, clk.exp)
@@ -320,7 +320,7 @@ def launch_seconds(task: KernelTask, count: int) -> float:
     The first launch of a pass is prepared while no kernel runs, each following launch on the stream
     while the one before still runs.
     """
-    rates = rates_of(task.device.arch)
+    rates = rates_of(task.gpu.arch)
     first = task.kernel == task.family.names[0]
     return (count - first) * rates.following_seconds + first * rates.launch_seconds
 

@@ -23,7 +23,7 @@ from tilegen.store.versions import Versions, now
 from tilegen.tuning.measure import POLICY, Measurement
 
 if TYPE_CHECKING:
-    from tilegen.gpus.spec import GpuSpec
+    from tilegen.device import Device
 
 SCHEMA = 1
 
@@ -52,7 +52,7 @@ def library_path(gpu: str, direction: Direction, problem: AttentionProblem) -> P
 def save_library(
     record: LibraryRecord,
     problem: AttentionProblem,
-    gpu: GpuSpec,
+    gpu: Device,
     direction: Direction,
     command: str = "",
 ) -> Path:
@@ -74,7 +74,7 @@ def save_library(
 
 
 def library_record(
-    problem: AttentionProblem, gpu: GpuSpec, direction: Direction
+    problem: AttentionProblem, gpu: Device, direction: Direction
 ) -> LibraryRecord | None:
     """Load the record of a problem's bucket on a GPU model; None if there is no usable record. An
     unusable record is logged once."""
@@ -98,7 +98,7 @@ def library_record(
         return None
 
 
-def _subject(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> dict[str, str]:
+def _subject(problem: AttentionProblem, gpu: Device, direction: Direction) -> dict[str, str]:
     """Return the fields that identify the task of a record."""
     return {
         "gpu": gpu.name,

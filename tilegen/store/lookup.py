@@ -8,10 +8,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from tilegen.device import Device
 from tilegen.disk import say_once
 from tilegen.errors import InvalidRecord, Unsupported
+from tilegen.gpus.spec import GpuSpec
 from tilegen.problem import AttentionProblem
 from tilegen.settings import settings
 from tilegen.store import places
@@ -22,10 +24,7 @@ from tilegen.store.reach import Unreachable
 from tilegen.store.record import OtherSchema, TuningRecord, bucket_of, record_path
 from tilegen.store.versions import Versions, is_credible, second_after
 from tilegen.task import KernelTask, Tiled
-from tilegen.tuning.measure import POLICY, one_line
-
-if TYPE_CHECKING:
-    from tilegen.gpus.spec import GpuSpec
+from tilegen.tuning.measure import one_line
 
 
 @dataclass(frozen=True)
@@ -117,10 +116,11 @@ class _Asked:
     template_digest: str
     strict: bool
 
-    def all(self, gpu: GpuSpec, where: Sequence[Location]) -> Iterator[Found]:
+    def all(self, gpu: Device, where: Sequence[Location]) -> Iterator[Found]:
         """Yield the usable records of `gpu`, in the order of locations, for the task's device."""
         task, runs_on = self.task, self.task.device
-        path = record_path(gpu.name, task.kernel, bucket_of(task.problem))
+        bucket = bucket_of(task.problem)
+        path = record_path(gpu.name, task.kernel, bucket, gpu.policy)
         for location in where:
             if (record := self._usable(path, location)) is None:
                 continue
@@ -188,25 +188,32 @@ class _Asked:
         return None
 
 
-def like(gpu: GpuSpec) -> list[GpuSpec]:
-    """List the catalogue's other GPUs of the same architecture, nearest first: by number of SMs,
-    bandwidths of DRAM and L2, and shared memory."""
-    from tilegen.gpus.spec import catalogue
+def like(device: Device) -> list[Device]:
+    """List the catalogue's other devices of the same architecture, nearest first: GPUs by number of
+    SMs, bandwidths of DRAM and L2, and shared memory, processors by rates and caches."""
+    from tilegen.cpus import spec as cpus
+    from tilegen.gpus import spec as gpus
 
-    others = [spec for spec in catalogue() if spec.arch == gpu.arch and spec.name != gpu.name]
-    return sorted(others, key=lambda spec: (_far(gpu, spec), spec.name))
+    rows: tuple[Device, ...] = gpus.catalogue() if isinstance(device, GpuSpec) else cpus.catalogue()
+    others = [spec for spec in rows if spec.arch == device.arch and spec.name != device.name]
+    return sorted(others, key=lambda spec: (_far(device, spec), spec.name))
 
 
-def _far(one: GpuSpec, other: GpuSpec) -> float:
+def _far(one: Device, other: Device) -> float:
+    is_gpu = isinstance(one, GpuSpec)
     traits = ("num_sms", "dram_bandwidth", "l2_bandwidth", "smem_per_block")
+    if not is_gpu:
+        traits = ("product_flops_32", "dram_bandwidth", "l3_bandwidth", "l2_bytes", "l1_bytes")
     return sum(abs(math.log2(getattr(one, name) / getattr(other, name))) for name in traits)
 
 
 def illegal(tiled: Tiled) -> str:
     """Explain why a config cannot run on a device; empty if no reason is known."""
+    if not isinstance(tiled.device, GpuSpec):
+        return ""
     from tilegen.model.footprint import footprint
 
-    needs, device = footprint(tiled), tiled.device
+    needs, device = footprint(tiled), tiled.gpu
     if needs.may_fit(device):
         return ""
     return (
@@ -318,7 +325,7 @@ def identity(task: KernelTask, record: TuningRecord) -> tuple[Difference, ...]:
         "kernel": (task.kernel, record.kernel),
         "gpu": (task.device.name, record.gpu),
         "arch": (task.device.arch, record.arch),
-        "policy": (POLICY, record.policy),
+        "policy": (task.device.policy, record.policy),
     }
     if (bucket := bucket_of(task.problem)) != record.problem:
         pairs |= {

@@ -28,7 +28,7 @@ SCHEMA = 1
 """Version of the JSON form. Raise it when an older tilegen would misread a newer record."""
 
 DIGESTS = r"([0-9a-f]{12}( [0-9a-f]{12})*)?"
-ARCH = r"sm_\d{2,4}[a-z]?|gfx[0-9a-f]{3,5}"
+ARCH = r"sm_\d{2,4}[a-z]?|gfx[0-9a-f]{3,5}|avx512(bf16)?|amx|avx2|sse2|neon(bf16)?"
 MAX_SECONDS = 1e9
 MAX_BYTES = 2**63
 MAX_RIVALS = 15
@@ -302,7 +302,7 @@ def gpu_of(fields: Fields) -> str:
 
 def arch_of(fields: Fields) -> str:
     """Parse the field `arch`. Raises InvalidRecord."""
-    return fields.text("arch", ARCH, "such as sm_90 or gfx942")
+    return fields.text("arch", ARCH, "such as sm_90, gfx942 or avx2")
 
 
 def kernel_of(fields: Fields) -> Kernel:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import PurePosixPath
 from typing import Any
 
+from tilegen.device import Device
 from tilegen.errors import InvalidRecord
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.problem import AttentionProblem
@@ -70,15 +71,20 @@ class Conditions:
 
     @classmethod
     def of(
-        cls, problem: AttentionProblem, arch: str, versions: Versions, template_digest: str
+        cls,
+        problem: AttentionProblem,
+        device: Device,
+        versions: Versions,
+        template_digest: str,
     ) -> Conditions:
         """Collect the conditions of timings of a bucket's problem."""
         return cls(
             problem=problem.key,
-            arch=arch,
+            arch=device.arch,
             triton=versions.triton,
             driver=versions.driver,
             template_digest=template_digest,
+            policy=device.policy,
         )
 
 

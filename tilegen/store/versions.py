@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import platform
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
@@ -13,6 +13,7 @@ from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
 
+from tilegen.device import ONE_THREAD, Device
 from tilegen.version import __version__
 
 
@@ -26,6 +27,7 @@ class Versions:
     cuda: str = ""
     """Version of CUDA that PyTorch was built for; of HIP on AMD."""
     driver: str = ""
+    """Version of the GPU's driver; of llvmlite for times on a processor."""
 
 
 @cache
@@ -40,6 +42,15 @@ def current_versions() -> Versions:
         cuda=str(torch.version.cuda or torch.version.hip or ""),
         driver=_driver(),
     )
+
+
+def versions_for(device: Device) -> Versions:
+    """Collect the versions that times on a device depend on. On a processor LLVM compiles, which
+    llvmlite brings."""
+    versions = current_versions()
+    if device.policy == ONE_THREAD:
+        return replace(versions, cuda="", driver=installed("llvmlite"))
+    return versions
 
 
 @cache

@@ -12,9 +12,11 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from tilegen.compiling.acceptable import hindrance, objection, spill_objection
+from tilegen.device import Device
 from tilegen.errors import BuildFailed, TilegenError, Unsupported, WrongResult
+from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Kernel, TileConfig
-from tilegen.kernels.panels import SCORE_WIDTH, Launch, rows_for
+from tilegen.kernels.panels import SCORE_WIDTH, Launch
 from tilegen.kernels.passes import delta_of
 from tilegen.kernels.q_stationary import Q_STATIONARY
 from tilegen.kernels.registry import KERNELS, family_with
@@ -29,7 +31,6 @@ if TYPE_CHECKING:
     import torch
 
     from tilegen.compiling.workers import Pool
-    from tilegen.gpus.spec import GpuSpec
     from tilegen.masks.mask import Mask
 
 
@@ -64,13 +65,21 @@ class Bench:
     measure: Measure
     compile: Compile | None = None
     check: Check | None = None
+    confirm: Callable[[TileConfig], bool] | None = None
+    """Compares a config with `in_hand` once more; False if it is not surely faster."""
+    resume: Callable[[Measurement], None] | None = None
+    """Takes the measurement of `in_hand` in an earlier run, to which further times are scaled."""
+    in_hand: TileConfig | None = None
+    """The config that the others must beat: the choice without tuning."""
 
 
 def real_bench(task: KernelTask, pool: Pool) -> Bench:
-    """Return the bench of the local GPU. It compiles in `pool`, never in the process that measures.
-    Raises Unsupported if the local GPU is not the task's device."""
+    """Return the bench of the local GPU, or of the processor. On a GPU it compiles in `pool`, never
+    in the process that measures. Raises Unsupported if the task is for another device."""
     from tilegen.gpus.spec import detect
 
+    if not isinstance(task.device, GpuSpec):
+        return cpu_bench(task)
     here, gpu = detect(), task.device
     if here is None or (here.name, here.arch) != (gpu.name, gpu.arch):
         detected = f"found {here.name} ({here.arch})" if here else "found no GPU"
@@ -85,10 +94,37 @@ def real_bench(task: KernelTask, pool: Pool) -> Bench:
     )
 
 
-def refused(built: Resources | BuildFailed, gpu: GpuSpec) -> Measurement | None:
+def cpu_bench(task: KernelTask) -> Bench:
+    """Return the bench of this machine's processor. Raises Unsupported if the task is for another
+    processor."""
+    from tilegen import cpu
+    from tilegen.choose.on_cpu import chosen_config
+    from tilegen.cpus.host import current_cpu
+    from tilegen.tuning.in_turns import InTurns
+
+    if reason := cpu.why_not():
+        raise Unsupported(f"tuning for a processor measures compiled kernels, but {reason}")
+    here = current_cpu()
+    if here.name != task.device.name:
+        raise Unsupported(
+            f"tuning for {task.device.name} needs that processor, found {here.name}; "
+            "elsewhere, take the choice of the model"
+        )
+    turns = InTurns(chosen_config(task), lambda: Timed.of(task, "cpu").runs)
+    return Bench(
+        measure=turns.measure,
+        check=lambda config: check_config(task.problem, task.kernel, config, device="cpu"),
+        confirm=turns.confirm,
+        resume=turns.resume,
+        in_hand=turns.in_hand,
+    )
+
+
+def refused(built: Resources | BuildFailed, gpu: Device) -> Measurement | None:
     """Return a failed measurement if a compiled config is not worth GPU time, otherwise None."""
     if isinstance(built, BuildFailed):
         return failed(built)
+    assert isinstance(gpu, GpuSpec), gpu  # configs for a processor are compiled as they are timed
     if reason := hindrance(built, gpu):
         return Measurement(status="out_of_resources", message=reason)
     if reason := objection(built, gpu):
@@ -284,12 +320,11 @@ def make_launches(task: KernelTask, device: str) -> list[tuple[Any, ...]]:
     launches = {spec.name: recording(spec) for spec in family.kernels}
     q, k = random((*rows, qk)), random((*columns, qk))
     v = k[..., :v_dim] if problem.latent else random((*columns, v_dim))
-    panel_rows = rows_for(problem, task.device, family.direction)
     if family.direction == "forward":
         options: dict[str, Any] = {"pairs": True} if problem.pair_lse else {}
         if problem.page:
             q, k, v, options["requests"] = in_pages(q, k, v, problem.page)
-        family.run(launches, q, k, v, qk**-0.5, panel_rows=panel_rows, **options)
+        family.run(launches, q, k, v, qk**-0.5, panel_rows=task.panel_rows, **options)
         return recorded
     out, dout = random((*rows, v_dim)), random((*rows, v_dim))
     delta = delta_of(launches, out, dout)
@@ -298,12 +333,12 @@ def make_launches(task: KernelTask, device: str) -> list[tuple[Any, ...]]:
         pair = (2,) if problem.pair_lse else ()
         shape = *rows[:2], *pair, rows[2]
         lse = torch.full(shape, math.log(problem.seqlen_kv) + 0.5, device=device)
-        family.run(launches, q, k, v, dout, lse, delta, qk**-0.5, panel_rows=panel_rows)
+        family.run(launches, q, k, v, dout, lse, delta, qk**-0.5, panel_rows=task.panel_rows)
     return recorded
 
 
 def check_config(
-    problem: AttentionProblem, kernel: Kernel, config: TileConfig
+    problem: AttentionProblem, kernel: Kernel, config: TileConfig, device: str | None = None
 ) -> Measurement | None:
     """Describe a wrong result of a config at a reduced size; None if all results are right.
 
@@ -315,10 +350,10 @@ def check_config(
 
     small = reduced(problem)
     others: dict[Kernel, TileConfig] = {name: safe(name) for name in partners(kernel, problem)}
-    trouble = _trouble(small, {**others, kernel: config}, kernel)
+    trouble = _trouble(small, {**others, kernel: config}, kernel, device)
     if len(others) == 1 or trouble is None:
         return trouble
-    if (theirs := _trouble(small, others, kernel)) is not None:
+    if (theirs := _trouble(small, others, kernel, device)) is not None:
         raise WrongResult(
             f"expected kernels that are right with the smallest tiles ({safe(kernel).key}), to "
             f"check {kernel} with; for '{small}' they are {theirs.failure}; "
@@ -334,13 +369,16 @@ def partners(kernel: Kernel, problem: AttentionProblem) -> tuple[Kernel, ...]:
 
 
 def _trouble(
-    problem: AttentionProblem, configs: dict[Kernel, TileConfig], kernel: Kernel
+    problem: AttentionProblem,
+    configs: dict[Kernel, TileConfig],
+    kernel: Kernel,
+    device: str | None = None,
 ) -> Measurement | None:
     """Describe a wrong result among the tensors that check `kernel`; None if all are right."""
     from tilegen.check.verification import verify
 
     try:
-        checks = verify(problem, configs)
+        checks = verify(problem, configs, device=device)
     except Exception as error:  # as in `measure`: any error of a kernel is a result
         return survived(error)
     shown = KERNELS[kernel].shows

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from tilegen.compiling.digests import noting_launches
+from tilegen.device import COLD_L2
 from tilegen.errors import BuildFailed, TilegenError, Unsupported
 
 Status = Literal[
@@ -22,9 +23,8 @@ Timer = Callable[[Callable[[], object], int], list[float]]
 """`timer(launch, repeats)` runs `launch` `repeats` times, each from a cold L2, and returns the
 times [us]."""
 
-POLICY = "cold_l2"
-"""Name of the timing method: the median of single launches between two events on the stream, with
-L2 cleared before each launch. Records keep the times of different methods apart."""
+POLICY = COLD_L2
+"""Name of the timing method of records and trials that name none."""
 TIE_LIMIT = 0.02
 """Largest relative difference of medians that count as a tie, however noisy the measurement."""
 MIN_REPEATS = 10

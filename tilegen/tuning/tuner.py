@@ -1,4 +1,4 @@
-"""Tuning of one kernel on the local GPU: `tune`."""
+"""Tuning of one kernel on the local GPU or processor: `tune`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tilegen.store import (
     EstimateSummary,
     TuningRecord,
     Versions,
-    current_versions,
     dated,
     now,
     save,
     this_machine,
 )
 from tilegen.store.trials import Conditions, Trial, of_one_binary, one_binary_line
+from tilegen.store.versions import versions_for
 from tilegen.task import KernelTask
 from tilegen.tuning.bench import Ahead, Bench, Check, Compile, Measure, real_bench, refused
 from tilegen.tuning.measure import DeviceLost, Measurement, tie_limit
@@ -58,6 +58,7 @@ def tune(
     measure: Measure | None = None,
     compile: Compile | None = None,
     check: Check | None = None,
+    bench: Bench | None = None,
     candidates: Sequence[Candidate] | None = None,
     space: Sequence[TileConfig] | None = None,
     progress: bool | None = None,
@@ -71,10 +72,12 @@ def tune(
     context.
 
     `candidates` (ranked) and `space` default to the model's. `measure`, `compile` and `check`
-    default to the local GPU's; if `measure` is given, `compile` and `check` default to None and are
-    left out. `progress` draws a progress bar; by default there is a bar on a terminal.
+    default to those of `bench`, by default the local device's; if `measure` is given, `compile` and
+    `check` default to None and are left out. On a processor the winner must beat the choice without
+    tuning in a second run, or that choice is recorded. `progress` draws a progress bar; by default
+    there is a bar on a terminal.
 
-    Raises Unsupported without the task's GPU, NoRecord if no config runs, WrongResult if the
+    Raises Unsupported without the task's device, NoRecord if no config runs, WrongResult if the
     kernel cannot be checked, and DeviceLost if a launch breaks the CUDA context. The best config so
     far is also saved before KeyboardInterrupt or DeviceLost is raised.
     """
@@ -85,10 +88,8 @@ def tune(
     task = _of_bucket(task)
     pool = Pool()  # starts no process until a worker is needed
     if measure is None:
-        real = real_bench(task, pool)
-        bench = Bench(
-            measure=real.measure, compile=compile or real.compile, check=check or real.check
-        )
+        real = bench or real_bench(task, pool)
+        bench = replace(real, compile=compile or real.compile, check=check or real.check)
     else:
         bench = Bench(measure=measure, compile=compile, check=check)
     if space is None or candidates is None:
@@ -155,9 +156,9 @@ class _Run:
         self.bench = bench
         self.report = report
         self.estimates = {candidate.config: candidate.estimate for candidate in candidates}
-        self.versions: Versions = current_versions()
+        self.versions: Versions = versions_for(gpu)
         self.template_digest = template_digest(kernel)
-        conditions = Conditions.of(problem, gpu.arch, self.versions, self.template_digest)
+        conditions = Conditions.of(problem, gpu, self.versions, self.template_digest)
         self.log = trials_of(gpu.name, kernel, problem, conditions)
         # Earlier versions may have tried configs that are not in this version's space.
         legal = set(space)
@@ -166,7 +167,10 @@ class _Run:
         again = [config for config in known if config not in self.trials]
         self.winner: TileConfig | None = None
         self._right: set[TileConfig] = set()
-        seeds = [candidate.config for candidate in candidates[:SEEDS]]
+        in_hand = [] if bench.in_hand is None else [bench.in_hand]
+        seeds = [*in_hand, *(candidate.config for candidate in candidates[:SEEDS])]
+        if bench.resume and bench.in_hand in self.trials:
+            bench.resume(self.trials[bench.in_hand].measurement)
         self.search = Search(space, first=[*again, *seeds], seed=SAMPLER_SEED)
 
     def go(self, total: int, seconds: float) -> None:
@@ -185,6 +189,18 @@ class _Run:
             for trial in declined[:SEEDS]:
                 if self.winner is None or time.monotonic() < deadline:
                     self._measure(trial.config, time.monotonic(), trial.spill_bytes)
+        self._confirm()
+
+    def _confirm(self) -> None:
+        """Go back to the config in hand if the winner does not beat it in a second run."""
+        in_hand, winner = self.bench.in_hand, self.winner
+        if winner is None or self.bench.confirm is None or in_hand in (None, winner):
+            return
+        if in_hand in self._right and not self.bench.confirm(winner):
+            self.report.say(
+                f"{winner.key} does not beat {in_hand.key} in a second run: {in_hand.key} stays"
+            )
+            self.winner = in_hand
 
     def _search(self, total: int, deadline: float, ahead: Ahead | None) -> None:
         waiting: deque[TileConfig] = deque()
@@ -215,6 +231,7 @@ class _Run:
         finding = TuningRecord(
             gpu=self.gpu.name,
             arch=self.gpu.arch,
+            policy=self.gpu.policy,
             kernel=self.kernel,
             problem=self.problem,
             config=winner,
@@ -298,14 +315,14 @@ class _Run:
 
     def _settle(self) -> None:
         """Update the winner of the trials so far. A config with wrong results loses its time."""
-        while (best := pick(self.trials)) is not None and best not in self._right:
+        while (best := pick(self.trials, self.bench.in_hand)) and best not in self._right:
             started = time.monotonic()
             try:
                 trouble = self.bench.check(best) if self.bench.check else None
             except DeviceLost as lost:
                 self._keep(best, lost.measurement, started, device_lost=True)
                 right = {c: trial for c, trial in self.trials.items() if c in self._right}
-                self.winner = pick(right)
+                self.winner = pick(right, self.bench.in_hand)
                 raise
             if trouble is None:
                 self._right.add(best)
@@ -319,8 +336,9 @@ def _is_declined(trial: Trial) -> bool:
     return trial.measurement.status == "declined"
 
 
-def pick(trials: dict[TileConfig, Trial]) -> TileConfig | None:
-    """Pick the winner: of the configs that tie with the fastest, the first in the order of configs.
+def pick(trials: dict[TileConfig, Trial], in_hand: TileConfig | None = None) -> TileConfig | None:
+    """Pick the winner: of the configs that tie with the fastest, the config in hand, or else the
+    first in the order of configs.
 
     Medians tie within the fastest config's spread and within `TIE_LIMIT`, so that machines whose
     timings differ only by noise agree. None without any timing.
@@ -334,7 +352,8 @@ def pick(trials: dict[TileConfig, Trial]) -> TileConfig | None:
         return None
     fastest = min(times.values(), key=_median)
     limit = tie_limit(fastest)
-    return min(config for config, time_ in times.items() if _median(time_) <= limit)
+    tied = [config for config, time_ in times.items() if _median(time_) <= limit]
+    return in_hand if in_hand in tied else min(tied)
 
 
 def _median(measurement: Measurement) -> float:

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 from cachetools import LRUCache
-from torch.compiler import assume_constant_result
 from torch.overrides import TorchFunctionMode
 
 from tilegen.errors import TilegenError, Unsupported
 from tilegen.masks.made import is_traced
+from tilegen.masks.tracing.constant import assume_constant_result
 from tilegen.masks.tracing.derived import Derived
 from tilegen.masks.tracing.fingerprint import looked
 from tilegen.masks.tracing.stand_ins import Table

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.compiler import assume_constant_result
 
 from tilegen.errors import InvalidProblem, TilegenError, Unsupported
 from tilegen.masks.language.algebra import both, either, opposite
@@ -23,6 +22,7 @@ from tilegen.masks.language.expr import Expr, captured_slots
 from tilegen.masks.language.rewriting import renamed, replaced
 from tilegen.masks.language.scores import in_single, merged
 from tilegen.masks.language.texts import to_text
+from tilegen.masks.tracing.constant import assume_constant_result
 from tilegen.masks.tracing.derived import Derived
 from tilegen.masks.tracing.mode import actual, call, finished
 from tilegen.masks.tracing.tracer import Tracer

@@ -1,0 +1,317 @@
+"""Regret of the model's tiles on a processor: every tile of 36 kernels timed, the choice judged.
+
+    python -m benchmarks.cpu_regret sweep --minutes 25
+    python -m benchmarks.cpu_regret judge
+
+`sweep` times all tiles of each kernel in turns with the choice without records, on one thread, and
+appends them to recordings that `python -m benchmarks.tuner_quality` reads:
+benchmarks/results/<processor>/exhaustive. A run that was stopped goes on where it was. `judge`
+measures the model's first choice and the winner of the sweep once more, in pairs, and beside them
+the winner with itself, which is the noise.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+
+from benchmarks.environment import RESULTS, Environment, environment
+from benchmarks.recordings import Recorder, Recording, file_of, new_session, read
+from benchmarks.rows import append, with_environment
+from benchmarks.rows import read as read_rows
+from tilegen.choose.on_cpu import chosen_config, space
+from tilegen.choose.ranker import estimate
+from tilegen.cpus.host import current_cpu
+from tilegen.kernels.config import TileConfig
+from tilegen.model.cpu_time import LAUNCH_SECONDS, TERMS, terms_of
+from tilegen.problem import AttentionProblem
+from tilegen.store.trials import Trial
+from tilegen.task import KernelTask
+from tilegen.tuning.bench import Timed
+from tilegen.tuning.in_turns import InTurns, alone_on_this_machine, pairs_of
+
+FORWARD = """
+b1 hq8 hkv8 q256 kv256 d64 fp32 full
+b1 hq4 hkv4 q1024 kv1024 d64 fp32 full
+b1 hq1 hkv1 q4096 kv4096 d64 fp32 full
+b1 hq4 hkv4 q512 kv512 d128 fp32 causal
+b1 hq2 hkv2 q2048 kv2048 d128 fp32 causal
+b1 hq1 hkv1 q8192 kv8192 d128 fp32 causal
+b1 hq2 hkv2 q1024 kv1024 d256 fp32 full
+b1 hq1 hkv1 q2048 kv2048 d512 fp32 causal
+b1 hq8 hkv8 q256 kv256 d128 bf16 full
+b1 hq4 hkv4 q1024 kv1024 d64 bf16 full
+b1 hq8 hkv8 q512 kv512 d64 bf16 causal
+b1 hq2 hkv2 q4096 kv4096 d64 bf16 causal
+b1 hq8 hkv2 q1024 kv1024 d128 bf16 causal
+b1 hq2 hkv2 q2048 kv2048 d128 bf16 full
+b1 hq1 hkv1 q8192 kv8192 d128 bf16 causal
+b1 hq4 hkv4 q1024 kv1024 d256 bf16 causal
+b1 hq1 hkv1 q2048 kv2048 d512 bf16 full
+b1 hq2 hkv2 q8192 kv8192 d64 fp32 window(255,0)
+b1 hq2 hkv2 q8192 kv8192 d128 bf16 window(255,0)
+b1 hq2 hkv2 q4096 kv4096 d64 fp32 documents(@q:512)
+b1 hq2 hkv2 q4096 kv4096 d128 bf16 documents(@q:512)
+"""
+DECODE = """
+b1 hq32 hkv8 q1 kv8192 d128 bf16 full
+b1 hq8 hkv8 q1 kv4096 d64 fp32 full
+b4 hq16 hkv4 q1 kv2048 d128 fp32 full
+"""
+BACKWARD = """
+b1 hq8 hkv8 q256 kv256 d64 fp32 full
+b1 hq4 hkv4 q512 kv512 d128 fp32 causal
+b1 hq2 hkv2 q2048 kv2048 d64 fp32 causal
+b1 hq1 hkv1 q4096 kv4096 d64 fp32 full
+b1 hq1 hkv1 q1024 kv1024 d256 fp32 full
+b1 hq4 hkv4 q512 kv512 d64 bf16 causal
+b1 hq8 hkv2 q1024 kv1024 d128 bf16 causal
+b1 hq2 hkv2 q2048 kv2048 d128 bf16 full
+b1 hq1 hkv1 q8192 kv8192 d64 bf16 causal
+b1 hq1 hkv1 q1024 kv1024 d512 bf16 causal
+b1 hq2 hkv2 q8192 kv8192 d64 bf16 window(255,0)
+b1 hq2 hkv2 q4096 kv4096 d128 fp32 documents(@q:512)
+"""
+KERNELS = {"fwd": FORWARD, "fwd_split": DECODE, "bwd_one_pass": BACKWARD}
+OUT = RESULTS / "cpu" / "regret.csv"
+Table = tuple[np.ndarray, np.ndarray]
+SWEEPS = 3000
+"""Rounds of the fit."""
+LEAST, SECONDS = 15, 1.5
+"""Pairs of launches of a judged choice, at least, and seconds for them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegretRow(Environment):
+    """The model's choice for one kernel beside the winner of the sweep."""
+
+    processor: str
+    kernel: str
+    problem: str
+    timed: int
+    """Tiles of the sweep."""
+    choice: str
+    winner: str
+    swept_regret: float
+    """Time of the choice over the winner's, less one, in the sweep."""
+    regret: float
+    """The same, measured again in pairs."""
+    noise: float
+    """The same of the winner with itself."""
+    usual: str
+    """The tile in hand when the sweep was made: that of the rules before the model."""
+    usual_regret: float
+    """Its regret in the sweep."""
+    worst: float
+    """Regret of the slowest tile in the sweep."""
+
+
+def tasks() -> Iterator[KernelTask]:
+    """Yield the kernels and problems of the study, passes and dtypes in turn."""
+    columns = [
+        [KernelTask.of(kernel, AttentionProblem.parse(text), current_cpu()) for text in lines]
+        for kernel, lines in ((name, texts.strip().splitlines()) for name, texts in KERNELS.items())
+    ]
+    for i in range(max(map(len, columns))):
+        for column in columns:
+            yield from column[i : i + 1]
+
+
+def path_of(task: KernelTask) -> Path:
+    """Return the file of a task's recording."""
+    folder = RESULTS / task.device.name / "exhaustive"
+    return file_of(folder, task.kernel, task.problem.bucket)
+
+
+def record(task: KernelTask, deadline: float) -> int:
+    """Time the tiles of a kernel that are not on disk yet; return how many are left."""
+    task = KernelTask(task.spec, task.problem.bucket, task.device)
+    configs = space(task)
+    recorder = Recorder(
+        path_of(task), new_session(task.device, task.kernel, task.problem, len(configs))
+    )
+    hand = in_hand(recorder.trials) if recorder.trials else chosen_config(task)
+    turns = InTurns(hand, lambda: Timed.of(task, "cpu").runs)
+    todo = recorder.todo(configs)
+    known = recorder.trials.get(turns.in_hand)
+    if known:
+        turns.resume(known.measurement)
+    elif turns.in_hand in todo:
+        todo = [turns.in_hand, *(config for config in todo if config != turns.in_hand)]
+    for done, config in enumerate(todo):
+        if time.monotonic() > deadline:
+            return len(todo) - done
+        started = time.monotonic()
+        measurement = turns.measure(config)
+        seconds = round(time.monotonic() - started, 3)
+        recorder.append(Trial(config=config, measurement=measurement, seconds=seconds))
+    return 0
+
+
+def regret_of(task: KernelTask, recording: Recording) -> RegretRow:
+    """Measure the model's choice again, in pairs with the winner of the sweep."""
+    times = recording.times()
+    winner = min(times, key=times.__getitem__)
+    choice, usual = chosen_config(task), in_hand(recording.trials)
+    run_of = Timed.of(task, "cpu").runs
+    best = run_of(winner)
+
+    def ratio(config: TileConfig) -> float:
+        with alone_on_this_machine():
+            pairs = pairs_of(best, run_of(config), least=LEAST, seconds=SECONDS, give_up=False)
+        return statistics.median(b / a for a, b in pairs) - 1
+
+    return with_environment(
+        RegretRow,
+        environment(),
+        processor=task.device.name,
+        kernel=task.kernel,
+        problem=task.problem.key,
+        timed=len(times),
+        choice=choice.key,
+        winner=winner.key,
+        swept_regret=times[choice] / times[winner] - 1,
+        regret=0.0 if choice == winner else ratio(choice),
+        noise=ratio(winner),
+        usual=usual.key,
+        usual_regret=times[usual] / times[winner] - 1,
+        worst=max(times.values()) / times[winner] - 1,
+    )
+
+
+def in_hand(trials: Mapping[TileConfig, Trial]) -> TileConfig:
+    """Return the config that those of a recording were timed in turns with."""
+    trial = next(iter(trials.values()))
+    return TileConfig.parse(trial.measurement.message.rpartition(" ")[2])
+
+
+app = typer.Typer(no_args_is_help=True)
+Minutes = Annotated[float, typer.Option(help="time to spend")]
+
+
+@app.command()
+def sweep(minutes: Minutes = 25.0) -> None:
+    """Time every tile of the kernels that have no complete recording."""
+    deadline = time.monotonic() + 60 * minutes
+    left = 0
+    for task in tasks():
+        started = time.monotonic()
+        left += (missing := record(task, deadline))
+        if time.monotonic() - started > 0.5:
+            state = f"{missing} left" if missing else "complete"
+            took = time.monotonic() - started
+            print(f"{task.kernel:13} {task.problem.key:50} {took:5.1f} s  {state}", flush=True)
+    if left:
+        print(f"time is up: {left} tiles left; type the same command again")
+
+
+@app.command()
+def judge(minutes: Minutes = 10.0, out: Annotated[Path, typer.Option()] = OUT) -> None:
+    """Measure the model's choices against the winners of the sweeps."""
+    deadline = time.monotonic() + 60 * minutes
+    done = {(row["kernel"], row["problem"], row["choice"]) for row in read_rows(out)}
+    for task in tasks():
+        task = KernelTask(task.spec, task.problem.bucket, task.device)
+        if (task.kernel, task.problem.key, chosen_config(task).key) in done:
+            continue
+        if time.monotonic() > deadline or not path_of(task).is_file():
+            continue
+        row = regret_of(task, read(path_of(task)))
+        append(out, row)
+        print(
+            f"{row.kernel:13} {row.problem:50} {row.choice:18} {row.winner:18} "
+            f"{row.swept_regret:7.1%} {row.regret:7.1%} {row.noise:7.1%}  "
+            f"{row.usual:18} {row.usual_regret:7.1%}",
+            flush=True,
+        )
+
+
+@app.command()
+def fit() -> None:
+    """Fit the weights of the model's terms to the sweeps, and print them for cpu_weights.toml.
+
+    Beside them: the mean error of a predicted time, and the regrets of choices by weights that were
+    fitted without the problem of the choice.
+    """
+    groups: dict[tuple[str, str], list[KernelTask]] = {}
+    for task in tasks():
+        paired = task.problem.dtype == "bf16" and current_cpu().pairs
+        if not task.spec.packs and path_of(task).is_file():
+            groups.setdefault((task.direction, "pairs" if paired else "fp32"), []).append(task)
+    for (direction, kind), members in groups.items():
+        tables = [_table(task) for task in members]
+        weights = _least_squares(tables)
+        errors = np.concatenate([np.abs(terms @ weights / times - 1) for terms, times in tables])
+        print("[[weights]]", f'pass = "{direction}"', f'operands = "{kind}"', sep="\n")
+        for name, weight in zip(TERMS, weights, strict=True):
+            if weight > 1e-3:
+                print(f"{name} = {weight:.3g}")
+        regrets = [
+            _regret(terms, times, _least_squares([one for j, one in enumerate(tables) if j != i]))
+            for i, (terms, times) in enumerate(tables)
+        ]
+        print(
+            f"# {len(errors)} times, mean error {errors.mean():.1%}; regrets by weights that were "
+            f"fitted without the problem: median {statistics.median(regrets):.1%}, "
+            f"worst {max(regrets):.1%}\n"
+        )
+
+
+def _table(task: KernelTask) -> Table:
+    """Return the terms of each timed tile of a kernel, and the times less that of a launch [s]."""
+    task = KernelTask(task.spec, task.problem.bucket, task.device)
+    times = read(path_of(task)).times()
+    terms = [list(terms_of(task.tiled(config)).values()) for config in times]
+    return np.array(terms), 1e-6 * np.array([*times.values()]) - LAUNCH_SECONDS
+
+
+def _least_squares(tables: Sequence[Table]) -> np.ndarray:
+    """Return the weights, at least 0, that make the relative errors of all times smallest."""
+    terms = np.concatenate([terms / times[:, None] for terms, times in tables])
+    normal, right = terms.T @ terms, terms.sum(0)
+    weights = np.zeros(len(right))
+    for _ in range(SWEEPS):  # coordinate descent: each weight in turn, the others as they are
+        for i in range(len(weights)):
+            if normal[i, i] > 0:
+                change = (right[i] - normal[i] @ weights) / normal[i, i]
+                weights[i] = max(0.0, weights[i] + change)
+    return weights
+
+
+def _regret(terms: np.ndarray, times: np.ndarray, weights: np.ndarray) -> float:
+    return float(times[(terms @ weights).argmin()] / times.min() - 1)
+
+
+@app.command()
+def show() -> None:
+    """Print the regrets of the model's choices in the sweeps, and how well it ranks them."""
+    from benchmarks.ranking import Ranking
+
+    regrets: list[float] = []
+    for task in tasks():
+        task = KernelTask(task.spec, task.problem.bucket, task.device)
+        if not path_of(task).is_file():
+            continue
+        recording = read(path_of(task))
+        times = recording.times()
+        predicted = {config: 1e6 * estimate(task.tiled(config)).seconds for config in times}
+        ranking = Ranking(measured=times, predicted=predicted)
+        usual = times[in_hand(recording.trials)] / times[ranking.best] - 1
+        regrets.append(ranking.regret)
+        print(
+            f"{task.kernel:13} {task.problem.key:50} {ranking.first.key:18} {ranking.best.key:18} "
+            f"{ranking.regret:7.1%}  rules {usual:7.1%}  correlation {ranking.correlation:5.2f}  "
+            f"ratio {ranking.ratio:5.2f}"
+        )
+    print(f"median {statistics.median(regrets):.1%}, worst {max(regrets):.1%}")
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,155 @@
+"""Kernels and tiles for a processor: the family and splits by rules, tiles by records or the model.
+
+A choice depends on the problem, the processor's row in the catalogue and records alone. Neither the
+number of threads nor a clock has a say, since results must not depend on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tilegen.cpu.choice import config_by_rule, family_by_rule
+from tilegen.cpu.tile_table import share_of
+from tilegen.errors import Unsupported
+from tilegen.kernels.config import TileConfig
+from tilegen.kernels.spec import Direction, FamilySpec
+from tilegen.model.cpu_time import TERMS, idle_factor, seconds_of, weighted
+from tilegen.model.estimate import Candidate, CostEstimate
+from tilegen.model.launches import launches
+from tilegen.model.traffic import traffic
+from tilegen.problem import AttentionProblem
+from tilegen.sympy_lock import one_at_a_time
+from tilegen.task import KernelTask, Tiled
+from tilegen.units import bytes_text
+
+
+def family_on_cpu(problem: AttentionProblem, direction: Direction) -> FamilySpec:
+    """Choose the family of a pass. Raises Unsupported where it cannot compute the problem."""
+    problem = problem.bucket  # lengths are powers of two
+    family = family_by_rule(problem, direction)
+    if reason := family.why_not(problem, "cpu"):
+        raise Unsupported(reason)
+    return family
+
+
+def usual_config(task: KernelTask) -> TileConfig:
+    """Return the tile of a kernel by rules, which need no model."""
+    return config_by_rule(task.problem.bucket, task.kernel)
+
+
+def space(task: KernelTask) -> list[TileConfig]:
+    """Return the tiles that a kernel can have on a processor, the usual one first.
+
+    Splits and shares are those of the rules: they divide work over threads, and a time on one
+    thread cannot judge them. So are the rows of tiles with several heads. Kernels that pass over
+    their rows once have one tile.
+    """
+    usual, spec, problem = usual_config(task), task.spec, task.problem.bucket
+    if not spec.masked or task.in_order:
+        return [usual]
+    rows = spec.knobs.block_m
+    if spec.packs or usual.heads > 1:
+        rows = (usual.block_m,)
+    configs = [usual]
+    for block_m in rows:
+        if block_m > _rounded(problem.seqlen_q) and block_m > rows[0]:
+            continue
+        for block_n in spec.knobs.block_n:
+            if block_n > _rounded(problem.seqlen_kv) and block_n > spec.knobs.block_n[0]:
+                continue
+            config = replace(usual, block_m=block_m, block_n=block_n)
+            if spec.shares:
+                config = replace(config, split_kv=share_of(problem, block_n))
+            configs.append(config)
+    return list(dict.fromkeys(configs))
+
+
+def chosen_config(task: KernelTask) -> TileConfig:
+    """Return the tile that calls have without a record: the first of `ranked`, or that of the rules
+    where there is nothing to rank."""
+    task = _of_bucket(task)
+    return task.memo.once(("on a processor", task.kernel, task.device), lambda: _chosen(task))
+
+
+def _chosen(task: KernelTask) -> TileConfig:
+    if task.spec.packs:  # keys are divided over threads, of which the model knows nothing
+        return usual_config(task)
+    configs = space(task)
+    return configs[0] if len(configs) == 1 else ranked(task, configs)[0]
+
+
+@one_at_a_time
+def ranked(task: KernelTask, configs: Sequence[TileConfig] | None = None) -> list[TileConfig]:
+    """Return tiles in the order of the model's times, the fastest first. The times are those of
+    machines with a few threads: see `idle_factor`."""
+    task = _of_bucket(task)
+    costs = {config: _cost(task.tiled(config)) for config in configs or space(task)}
+    return sorted(costs, key=lambda config: (costs[config], config))
+
+
+def candidates(task: KernelTask, configs: Sequence[TileConfig] | None = None) -> list[Candidate]:
+    """Return tiles with the model's estimates and reasons, the fastest first; the tile that calls
+    have without a record before all others."""
+    task = _of_bucket(task)
+    order = dict.fromkeys((chosen_config(task), *ranked(task, configs)))
+    wanted = order if configs is None else [config for config in order if config in configs]
+    return [candidate_of(task.tiled(config)) for config in wanted]
+
+
+@one_at_a_time
+def candidate_of(tiled: Tiled) -> Candidate:
+    """Return a tile with the model's estimate, and the reason for it in a sentence."""
+    cost = estimate(tiled)
+    moved, least = cost.read_bytes + cost.write_bytes, cost.lower_bound_bytes
+    bound = f", {moved / least:.1f} times the lower bound" if least else ""
+    share = dict(cost.terms)[cost.limit] / cost.seconds
+    reason = (
+        f"{tiled.spec.loop.tile(tiled.config)}: {bytes_text(moved)} to and from caches{bound}; "
+        f"{share:.0%} of the time is {TERMS[cost.limit]}"
+    )
+    return Candidate(kernel=cost.kernel, config=cost.config, estimate=cost, reason=reason)
+
+
+@one_at_a_time
+def estimate(tiled: Tiled) -> CostEstimate:
+    """Predict the cost of a tile on one thread."""
+    from tilegen.model.bounds import lower_bound_bytes  # loads formulas that no choice needs
+
+    moved, run, terms = traffic(tiled), launches(tiled), weighted(tiled)
+    seconds = seconds_of(tiled)
+    return CostEstimate(
+        kernel=tiled.spec.name,
+        config=tiled.config,
+        read_bytes=moved.read_bytes,
+        write_bytes=moved.write_bytes,
+        dram_bytes=0,
+        lower_bound_bytes=lower_bound_bytes(tiled.task),
+        smem_bytes=0,
+        registers=0,
+        flops=int(2 * tiled.step.multiply_adds * run.steps),
+        seconds=seconds,
+        limit=max(terms, key=lambda term: term[1])[0],
+        terms=terms,
+        waves=float(run.programs),
+        cost=_cost(tiled),
+    )
+
+
+def _cost(tiled: Tiled) -> float:
+    """Return the seconds by which tiles are ranked."""
+    return seconds_of(tiled) * idle_factor(launches(tiled).programs)
+
+
+def _of_bucket(task: KernelTask) -> KernelTask:
+    bucket = task.problem.bucket  # lengths are powers of two
+    return task if bucket == task.problem else replace(task, problem=bucket)
+
+
+def may_tune(task: KernelTask) -> bool:
+    """Check whether a kernel has more than one tile on a processor."""
+    return len(space(task)) > 1
+
+
+def _rounded(length: int) -> int:
+    return 1 << (length - 1).bit_length()

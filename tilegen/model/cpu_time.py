@@ -1,0 +1,148 @@
+"""Predict the time of a kernel on one core of a processor: a few physical terms with weights.
+
+A term is the time that its work would take at the processor's rates. Weights, in cpu_weights.toml,
+say how far compiled kernels are from these rates. They were fitted to sweeps on one processor; the
+rates of cpus.toml carry them over to others.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+
+from tilegen.cpus.spec import CpuSpec
+from tilegen.kernels.loops import Step
+from tilegen.model.launches import launches
+from tilegen.model.traffic import Traffic, traffic
+from tilegen.task import Tiled
+
+TERMS = {
+    "products": "matrix products, in whole tiles",
+    "narrow": "products of less than a microkernel's columns",
+    "packing": "packing operands into panels",
+    "scores": "exponentials and sums of scores",
+    "masks": "mask code of tiles on an edge",
+    "sums": "rescaling and adding up results",
+    "moved": "reading what streams past",
+    "l1": "what a step works on beyond L1",
+    "l2": "what a step works on beyond L2",
+    "program": "beginning and end of programs",
+}
+"""The terms of a prediction, in words."""
+COLUMNS = 64
+"""Columns of a microkernel at full rate, for vectors of 16 elements."""
+LAUNCH_SECONDS = 20e-6
+"""Time of a launch from Python [s]."""
+HALF = 0.5
+"""Part of a cache that what streams past may fill, to be there for the next program."""
+
+
+def traffic_seconds(tiled: Tiled, spec: CpuSpec) -> float:
+    """Return the time to move a launch's bytes: what a head streams comes from the smallest cache
+    that holds it, and the first time from memory."""
+    problem, moved = tiled.problem, traffic(tiled)
+    streams = tiled.task.lengths[1] * tiled.spec.loop.streamed_bytes(problem)
+    if streams <= HALF * spec.l2_bytes:
+        rate = spec.l2_bandwidth
+    elif streams <= HALF * spec.l3_bytes:
+        rate = spec.l3_bandwidth
+    else:
+        rate = spec.dram_bandwidth
+    return bytes_of(moved) / rate
+
+
+def bytes_of(moved: Traffic) -> int:
+    """Return the bytes of a launch in both directions."""
+    return moved.read_bytes + moved.write_bytes
+
+
+def state_bytes(step: Step, tiled: Tiled, word: int) -> float:
+    """Return the bytes that a step works on: operands that stay, results, scores and panels, whose
+    words have `word` bytes."""
+    packed = step.columns * sum(step.passing) * _packings(step)
+    panels = word * (step.kept + packed)
+    if tiled.spec.shares:  # dQ in memory
+        panels += 4 * step.columns * tiled.problem.head_dim_qk
+    return panels + 4 * (step.result_words + (step.score_tiles + 1) * step.scores)
+
+
+def terms_of(tiled: Tiled) -> dict[str, float]:
+    """Return the time of each of TERMS with a weight of 1 [s], on one core."""
+    spec, problem, step, run = _cpu(tiled), tiled.problem, tiled.step, launches(tiled)
+    steps, partial = float(run.steps), float(run.partial)
+    rate = spec.product_flops(problem.dtype)
+    elements = spec.product_flops_32 / 2
+    paired = spec.pairs and problem.dtype == "bf16"
+    word = problem.element_bytes if paired else 4
+    flops = 2.0 * step.multiply_adds * steps
+    to_scores = sum(2.0 * one.multiply_adds for one in step.products if one.scores)
+    columns = COLUMNS * spec.lanes / 16
+    narrow = max(0.0, columns / step.columns - 1) * to_scores
+    added = step.result_words if step.rescales else 0
+    if tiled.spec.shares:
+        added = step.columns * problem.head_dim_qk
+    state = state_bytes(step, tiled, word)
+    return {
+        "products": flops / rate,
+        "narrow": narrow * steps / rate,
+        "packing": step.columns * sum(step.passing) * _packings(step) * steps / elements,
+        "scores": step.scores * steps / spec.exp2_rate,
+        "masks": step.scores * partial / elements,
+        "sums": added * steps / elements,
+        "moved": traffic_seconds(tiled, spec),
+        "l1": max(0.0, state - spec.l1_bytes) * steps / spec.l2_bandwidth,
+        "l2": max(0.0, state - spec.l2_bytes) * steps / spec.l3_bandwidth,
+        "program": run.programs * step.result_words / elements,
+    }
+
+
+def weighted(tiled: Tiled) -> tuple[tuple[str, float], ...]:
+    """Return the predicted time of each term [s]."""
+
+    def compute() -> tuple[tuple[str, float], ...]:
+        weights, terms = weights_of(tiled), terms_of(tiled)
+        return tuple((name, weights[name] * terms[name]) for name in TERMS)
+
+    return tiled.by_tile(f"cpu terms {_cpu(tiled).name}", compute)
+
+
+def seconds_of(tiled: Tiled) -> float:
+    """Predict the time of a launch on one thread [s]."""
+    return LAUNCH_SECONDS + sum(seconds for _, seconds in weighted(tiled))
+
+
+def idle_factor(programs: int) -> float:
+    """Return the time of threads over their work, on average over machines of 1, 2, 4 and 8
+    threads: programs that do not divide by the threads leave some of them idle."""
+    counts = (1, 2, 4, 8)
+    return sum(n * -(-programs // n) / programs for n in counts) / len(counts)
+
+
+def weights_of(tiled: Tiled) -> Mapping[str, float]:
+    """Return the weights of a kernel's terms."""
+    spec, problem = _cpu(tiled), tiled.problem
+    paired = spec.pairs and problem.dtype == "bf16"
+    return _weights()[tiled.task.direction, "pairs" if paired else "fp32"]
+
+
+def _packings(step: Step) -> float:
+    """Return how often a passing tile is packed: by each product that reads it, but as a left
+    operand only once more."""
+    return min(2.0, step.reads)
+
+
+def _cpu(tiled: Tiled) -> CpuSpec:
+    assert isinstance(tiled.device, CpuSpec), tiled.device
+    return tiled.device
+
+
+@cache
+def _weights() -> dict[tuple[str, str], dict[str, float]]:
+    """Load cpu_weights.toml: weights by pass and products."""
+    text = (files("tilegen.model") / "cpu_weights.toml").read_text(encoding="utf-8")
+    rows = tomllib.loads(text)["weights"]
+    return {
+        (row["pass"], row["operands"]): {name: row.get(name, 0.0) for name in TERMS} for row in rows
+    }
