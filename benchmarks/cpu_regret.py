@@ -26,7 +26,7 @@ from benchmarks.environment import RESULTS, Environment, environment
 from benchmarks.recordings import Recorder, Recording, file_of, new_session, read
 from benchmarks.rows import append, with_environment
 from benchmarks.rows import read as read_rows
-from tilegen.choose.on_cpu import chosen_config, space
+from tilegen.choose.on_cpu import chosen_config, space, usual_config
 from tilegen.choose.ranker import estimate
 from tilegen.cpus.host import current_cpu
 from tilegen.kernels.config import TileConfig
@@ -106,7 +106,7 @@ class RegretRow(Environment):
     noise: float
     """The same of the winner with itself."""
     usual: str
-    """The tile in hand when the sweep was made: that of the rules before the model."""
+    """The tile in hand in the sweep: that of the rules before the model, most often."""
     usual_regret: float
     """Its regret in the sweep."""
     worst: float
@@ -137,7 +137,7 @@ def record(task: KernelTask, deadline: float) -> int:
     recorder = Recorder(
         path_of(task), new_session(task.device, task.kernel, task.problem, len(configs))
     )
-    hand = in_hand(recorder.trials) if recorder.trials else chosen_config(task)
+    hand = in_hand(recorder.trials) if recorder.trials else usual_config(task)
     turns = InTurns(hand, lambda: Timed.of(task, "cpu").runs)
     todo = recorder.todo(configs)
     known = recorder.trials.get(turns.in_hand)

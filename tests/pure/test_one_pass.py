@@ -101,26 +101,24 @@ def test_configs() -> None:
 
 
 @pytest.mark.parametrize(
-    "text, block_n, keys",
+    "text, keys",
     [
-        ("b1 hq8 hkv8 q512 kv512 d64 fp32 full", 128, 512),
-        ("b1 hq8 hkv8 q512 kv512 d64 fp32 causal", 64, 512),
-        ("b1 hq8 hkv8 q2048 kv2048 d128 bf16 causal", 128, 2048),
-        ("b1 hq4 hkv4 q2048 kv2048 d64 bf16 full", 128, 1024),
-        ("b1 hq1 hkv1 q4096 kv4096 d64 bf16 full", 128, 512),
-        ("b1 hq3 hkv3 q100 kv5000 d64 bf16 full", 128, 4096),
-        ("b2 hq8 hkv1 q900 kv900 d64 bf16 causal", 64, 256),
-        ("b1 hq1 hkv1 q64 kv77 d256 bf16 full", 64, 256),
-        ("b8 hq1 hkv1 q64 kv200000 d64 bf16 full", 128, 65536),
-        ("b8 hq1 hkv1 q64 kv7 d64 bf16 full", 128, 128),
+        ("b1 hq8 hkv8 q512 kv512 d64 fp32 full", 512),
+        ("b1 hq8 hkv8 q2048 kv2048 d128 bf16 causal", 2048),
+        ("b1 hq4 hkv4 q2048 kv2048 d64 bf16 full", 1024),
+        ("b1 hq1 hkv1 q4096 kv4096 d64 bf16 full", 512),
+        ("b1 hq1 hkv1 q1024 kv1024 d64 bf16 full", 256),
+        ("b1 hq3 hkv3 q100 kv5000 d64 bf16 full", 4096),
+        ("b2 hq8 hkv1 q900 kv900 d64 bf16 causal", 256),
+        ("b8 hq1 hkv1 q64 kv200000 d64 bf16 full", 65536),
+        ("b8 hq1 hkv1 q64 kv7 d64 bf16 full", 64),
     ],
 )
-def test_shares_on_cpus(text: str, block_n: int, keys: int) -> None:
+def test_shares_on_cpus(text: str, keys: int) -> None:
     """Shares follow from batch, heads and keys alone: 8 programs at most, unless heads are more."""
     problem = PARSE(text)
-    assert share_of(problem, block_n) == keys
-    longer = replace(problem, seqlen_q=7 * problem.seqlen_q)
-    assert share_of(longer, block_n) == keys
+    assert share_of(problem) == keys
+    assert share_of(replace(problem, seqlen_q=7 * problem.seqlen_q)) == keys
     for config in (
         config_by_rule(problem, NAME),
         *space(KernelTask.of(NAME, problem, cpu("zen5"))),

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tilegen.cpu.choice import config_by_rule, family_by_rule
-from tilegen.cpu.tile_table import share_of
 from tilegen.errors import Unsupported
 from tilegen.kernels.config import TileConfig
 from tilegen.kernels.spec import Direction, FamilySpec
@@ -58,10 +57,8 @@ def space(task: KernelTask) -> list[TileConfig]:
         for block_n in spec.knobs.block_n:
             if block_n > _rounded(problem.seqlen_kv) and block_n > spec.knobs.block_n[0]:
                 continue
-            config = replace(usual, block_m=block_m, block_n=block_n)
-            if spec.shares:
-                config = replace(config, split_kv=share_of(problem, block_n))
-            configs.append(config)
+            if not usual.split_kv or block_n <= usual.split_kv:
+                configs.append(replace(usual, block_m=block_m, block_n=block_n))
     return list(dict.fromkeys(configs))
 
 
@@ -82,7 +79,7 @@ def _chosen(task: KernelTask) -> TileConfig:
 @one_at_a_time
 def ranked(task: KernelTask, configs: Sequence[TileConfig] | None = None) -> list[TileConfig]:
     """Return tiles in the order of the model's times, the fastest first. The times are those of
-    machines with a few threads: see `idle_factor`."""
+    machines with any number of threads: see `idle_factor`."""
     task = _of_bucket(task)
     costs = {config: _cost(task.tiled(config)) for config in configs or space(task)}
     return sorted(costs, key=lambda config: (costs[config], config))

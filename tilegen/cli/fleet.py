@@ -97,7 +97,7 @@ def worker(
             ]
         else:
             machine = RealMachine(pool)
-            jobs = jobs_of(problems, gpu_of(gpu) if dry_run else _detected(), chosen)
+            jobs = jobs_of(problems, _planned(gpu) if dry_run else _detected(), chosen)
         if dry_run:
             print_plans([plan_of(job, machine.space(job)) for job in jobs], json_)
             return
@@ -200,6 +200,12 @@ def fleet_proxy(
     optuna.storages.run_grpc_proxy_server(
         opened, host=host, port=port, thread_pool=ThreadPoolExecutor(threads)
     )
+
+
+def _planned(gpu: str | None) -> Any:
+    from tilegen.tuning.here import planned_device
+
+    return planned_device() if gpu is None else gpu_of(gpu)
 
 
 def _detected() -> Any:

@@ -271,9 +271,9 @@ def tune(
     if dry_run:
         from tilegen.choose.ranker import search_space
         from tilegen.fleet.jobs import jobs_of
-        from tilegen.tuning.here import tuned_device
+        from tilegen.tuning.here import planned_device
 
-        parsed, spec = api.problem_of(problem), tuned_device()
+        parsed, spec = api.problem_of(problem), planned_device()
         jobs = jobs_of([parsed], spec, api.kernels_named(kernel, parsed, spec))
         plans = [plan_of(job, search_space(job.task)) for job in jobs]
         print_plans(plans, json_)

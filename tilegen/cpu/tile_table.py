@@ -8,10 +8,12 @@ from tilegen.kernels.config import SPLITS, Kernel, TileConfig
 from tilegen.kernels.registry import KERNELS
 from tilegen.problem import AttentionProblem
 
+BLOCK_N = 64
+"""Keys of a tile."""
 SUMMED_ROWS = 32
 """Rows of a tile in kernels that pass over their rows once."""
-ENOUGH, LEAST_TILES = 8, 4
-"""Programs from which keys are not divided into more shares, and the least key tiles of a share: a
+ENOUGH, LEAST_SHARE = 8, 256
+"""Programs from which keys are not divided into more shares, and the least keys of a share: a
 guess. Shares depend on the problem alone; if they depended on the threads, so would the bits."""
 MOST_BYTES = 2**28
 """Most memory for dQ of all shares [bytes]."""
@@ -25,8 +27,8 @@ def cpu_config(problem: AttentionProblem, kernel: Kernel) -> TileConfig:
         return TileConfig(block_m=spec.knobs.block_m[-1], block_n=spec.knobs.block_n[0])
     if not spec.masked:
         return TileConfig(block_m=SUMMED_ROWS, block_n=16)
-    share = share_of(problem, 64) if spec.shares else 0
-    return TileConfig(block_m=_fitting(problem.seqlen_q), block_n=64, split_kv=share)
+    share = share_of(problem) if spec.shares else 0
+    return TileConfig(block_m=_fitting(problem.seqlen_q), block_n=BLOCK_N, split_kv=share)
 
 
 def _fitting(length: int) -> int:
@@ -34,11 +36,11 @@ def _fitting(length: int) -> int:
     return next(rows for rows in (16, 32, 64) if rows >= min(length, 64))
 
 
-def share_of(problem: AttentionProblem, block_n: int) -> int:
-    """Return the average keys of a share, a power of two, for key tiles of `block_n`."""
+def share_of(problem: AttentionProblem) -> int:
+    """Return the average keys of a share, a power of two."""
     groups = problem.batch * problem.num_heads_kv
     one_dq = 4 * problem.batch * problem.num_heads_q * problem.seqlen_q * problem.head_dim_qk
     shares = max(1, min(ENOUGH // groups, MOST_BYTES // one_dq))
-    least = LEAST_TILES * block_n if shares > 1 else block_n
+    least = LEAST_SHARE if shares > 1 else BLOCK_N
     wanted = max(-(-problem.seqlen_kv // shares), least)
     return next((keys for keys in SPLITS if keys >= wanted), SPLITS[-1])

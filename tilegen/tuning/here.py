@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from tilegen import cpu
-from tilegen.cpus.host import current_cpu
 from tilegen.device import Device
+from tilegen.disk import log
 from tilegen.errors import Unsupported
-from tilegen.gpus.spec import detect
 
 
 def tuned_device() -> Device:
     """Return the device that this machine tunes for: the local GPU, or the processor. Raises
     Unsupported if no kernels can be compiled for the processor."""
+    from tilegen.cpus.host import current_cpu
+    from tilegen.gpus.spec import detect
+
     if (gpu := detect()) is not None:
         return gpu
     if reason := cpu.why_not():
@@ -20,3 +22,14 @@ def tuned_device() -> Device:
             "take the model's choice: tilegen propose"
         )
     return current_cpu()
+
+
+def planned_device() -> Device:
+    """Return the device that a dry run plans for: the one to tune for, or else a usual GPU."""
+    from tilegen.gpus.spec import ASSUMED, gpu
+
+    try:
+        return tuned_device()
+    except Unsupported:
+        log.warning("nothing here can be tuned for: this is the plan for %s", ASSUMED)
+        return gpu(ASSUMED)
