@@ -1,4 +1,5 @@
-"""`tilegen demo` on a machine without a GPU: kernels compiled for the CPU, checked and measured."""
+"""`tilegen demo` on a machine without a GPU: kernels are chosen, compiled for the CPU, checked,
+tuned, recorded and compared with PyTorch's."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from tilegen import cpu, pipeline
 from tilegen.check.sizes import checkable
 from tilegen.check.verification import Check, require, verify
 from tilegen.choose.families import passes_of
+from tilegen.choose.on_cpu import candidates, may_tune
 from tilegen.cpu.passes import passes_to_time
 from tilegen.cpu.timing import timed_in_turns
 from tilegen.cpus.host import current_cpu
@@ -18,15 +20,24 @@ from tilegen.emit.render import render
 from tilegen.errors import Unsupported
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.problem import AttentionProblem
+from tilegen.settings import settings
+from tilegen.tuning.tuner import tune
+from tilegen.units import seconds_text
 
 if TYPE_CHECKING:
+    from tilegen.choose.choice import Choice
     from tilegen.emit.identity import RenderedKernel
+    from tilegen.store import TuningRecord
 
 PROBLEM = "b1 hq8 hkv2 q2048 kv2048 d128 fp32 causal"
 NARROW = "b1 hq8 hkv2 q2048 kv2048 d128 bf16 causal"
 """The same problem in bf16, for processors that multiply bf16."""
 SECONDS = 1.0
 """Time to measure each function [s]."""
+TUNE_SECONDS = 16.0
+"""Time to tune all kernels together [s]."""
+SHOWN = 3
+"""Candidates per kernel."""
 
 
 def usual_problem() -> str:
@@ -42,9 +53,10 @@ class CpuDemo:
 
     say: Callable[[str], None]
 
-    def run(self, problem: AttentionProblem) -> dict[str, Any]:
-        """Emit, compile, verify and measure the kernels of a problem; return results as plain
-        values. Raises Unsupported if kernels cannot be compiled."""
+    def run(self, problem: AttentionProblem, seconds: float = TUNE_SECONDS) -> dict[str, Any]:
+        """Choose, compile, verify, tune and measure the kernels of a problem; return results as
+        plain values. Kernels with a record are not tuned again. Raises Unsupported if kernels
+        cannot be compiled."""
         import torch
 
         from tilegen.cpu.target import host, processor
@@ -62,10 +74,13 @@ class CpuDemo:
                 "of tilegen.attention; leave the page out"
             )
         chosen = pipeline.choose(problem, current_cpu())
+        self._propose(chosen)
         configs = {kernel: choice.config for kernel, choice in chosen.items()}
         rendered = {kernel: render(problem, config, kernel) for kernel, config in configs.items()}
         self._compile(rendered)
         checks = self._verify(problem, configs)
+        records = self._tune(chosen, seconds)
+        configs |= {kernel: record.config for kernel, record in records.items()}
         times = self._measure(problem)
         self.say("")
         self.say(f"{len(checks)} outputs right; {time.perf_counter() - started:.1f} s in all")
@@ -76,8 +91,50 @@ class CpuDemo:
             "target": target.name,
             "threads": threads,
             "configs": {kernel: config.key for kernel, config in configs.items()},
+            "records": {k: str(settings().cache_dir / x.path) for k, x in records.items()},
             "times": times,
         }
+
+    def _propose(self, chosen: Mapping[Kernel, Choice]) -> None:
+        self.say("")
+        self.say("-- propose: tiles that the model predicts to be fastest on one thread, and why")
+        for kernel, choice in chosen.items():
+            task = choice.ranked.task
+            if choice.ranked.origin != "model":
+                self.say(f"{kernel:15}{choice.config.key:20}from record {choice.source}")
+                continue
+            if not may_tune(task):
+                self.say(f"{kernel:15}{choice.config.key:20}the only one")
+                continue
+            first, *others = candidates(task)[:SHOWN]
+            for i, candidate in enumerate((first, *others)):
+                name, predicted = kernel if i == 0 else "", candidate.estimate.seconds
+                self.say(f"{name:15}{candidate.config.key:20}{seconds_text(predicted)} predicted")
+            self.say(f"{'':15}{first.config.key}: {first.reason}")
+
+    def _tune(self, chosen: Mapping[Kernel, Choice], seconds: float) -> dict[Kernel, TuningRecord]:
+        """Tune the kernels without a record, and return their records."""
+        self.say("")
+        tasks = {k: choice.ranked.task for k, choice in chosen.items() if _is_tuned(choice)}
+        if reason := cpu.why_not():
+            self.say(f"-- tune: nothing, since {reason}")
+            return {}
+        if not tasks:
+            self.say("-- tune: nothing, since calls use the records of an earlier run")
+            return {}
+        self.say(f"-- tune: for {seconds:g} s, in turns with the tiles above, on one thread")
+        records = {k: tune(task, seconds=seconds / len(tasks)) for k, task in tasks.items()}
+        for kernel, record in records.items():
+            before, now = chosen[kernel].config, record.config
+            verdict = f"{now.key} is faster than {before.key}"
+            if before == now:
+                verdict = f"{now.key} stays, nothing beats it beyond noise"
+            elif " times" in record.measurement.message:
+                ratio = record.measurement.message.split()[2]
+                verdict += f": {ratio} times its time"
+            self.say(f"{kernel:15}{verdict}; {record.trials} tiles tried")
+            self.say(f"{'':15}recorded in {settings().cache_dir / record.path}")
+        return records
 
     def _compile(self, rendered: Mapping[Kernel, RenderedKernel]) -> None:
         self.say("")
@@ -116,13 +173,26 @@ class CpuDemo:
             line = f"{name:10}tilegen {1e3 * ours.median:8.2f} ms"
             for who, timing in timings.items():
                 if timing is not ours:
-                    line += f"  {who} {1e3 * timing.median:8.2f} ms:"
-                    line += f" {timing.ratio:.2f} times {who}'s speed"
+                    line += f"  {who} {1e3 * timing.median:8.2f} ms: {_compared(timing.ratio, who)}"
             self.say(line)
         return times
 
 
-def demonstrate_on_cpu(problem: str, say: Callable[[str], None]) -> dict[str, Any]:
+def _is_tuned(choice: Choice) -> bool:
+    return choice.ranked.origin == "model" and may_tune(choice.ranked.task)
+
+
+def _compared(ratio: float, who: str) -> str:
+    """Say in words how a speed compares with that of another."""
+    if ratio >= 1:
+        return f"tilegen is {ratio:.2f} times as fast as {who}"
+    return f"tilegen is slower, {ratio:.2f} times the speed of {who}"
+
+
+def demonstrate_on_cpu(
+    problem: str, say: Callable[[str], None], seconds: float | None = None
+) -> dict[str, Any]:
     """Run the demonstration on a problem's notation and return its results as plain values. The
     default problem suits this machine."""
-    return CpuDemo(say).run(AttentionProblem.parse(problem or usual_problem()))
+    parsed = AttentionProblem.parse(problem or usual_problem())
+    return CpuDemo(say).run(parsed, TUNE_SECONDS if seconds is None else seconds)

@@ -115,13 +115,14 @@ def _options(
 def demo(
     problem: Annotated[str, typer.Argument(help="notation")] = "",
     seconds: Annotated[
-        float, typer.Option(help="to spend on tuning, where there is a GPU", callback=positive)
-    ] = 40.0,
+        float | None,
+        typer.Option(help="to spend on tuning; 40 on a GPU, 16 on a CPU", callback=positive),
+    ] = None,
     json_: Json = False,
 ) -> None:
     """Run the whole pipeline on one attention layer and tell what happens.
 
-    Without a GPU the kernels are compiled for the CPU, verified and measured. Example: tilegen demo
+    Without a GPU the kernels are compiled for the CPU and tuned there. Example: tilegen demo
     """
     from tilegen.cli.demo import LLAMA, demonstrate
     from tilegen.gpus.spec import detect
@@ -129,13 +130,13 @@ def demo(
     if detect() is None:
         from tilegen.cli.demo_cpu import demonstrate_on_cpu
 
-        results = demonstrate_on_cpu(problem, say_unless(json_))
+        results = demonstrate_on_cpu(problem, say_unless(json_), seconds)
         if json_:
             print_json(results)
         return
 
     width = console.width if console.is_terminal else 0
-    results = demonstrate(problem or LLAMA, seconds, say_unless(json_), width)
+    results = demonstrate(problem or LLAMA, seconds or 40.0, say_unless(json_), width)
     if json_:
         print_json(results)
 
