@@ -21,9 +21,9 @@ import typer
 from benchmarks.ranking import Ranking
 from tilegen.choose.ranker import estimate, time_as_compiled
 from tilegen.compiling.verdicts import verdict
+from tilegen.devices import device_named
 from tilegen.emit.identity import rows_are_aligned
 from tilegen.errors import BuildFailed
-from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import TileConfig
 from tilegen.problem import AttentionProblem
 from tilegen.store.trials import of_trials, parse_trial
@@ -57,7 +57,7 @@ def read(folder: Path) -> Iterator[tuple[KernelTask, dict[TileConfig, float]]]:
                 times.setdefault(problem, {})[trial.config] = median
         for problem, measured in times.items():
             if len(measured) > 1:
-                yield KernelTask.of(kernel, problem, gpu(name)), measured
+                yield KernelTask.of(kernel, problem, device_named(name)), measured
 
 
 def predicted_us(tiled: Tiled, *, compiled: bool) -> float:

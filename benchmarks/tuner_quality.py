@@ -35,8 +35,8 @@ from benchmarks.ranking import spearman
 from benchmarks.recordings import Recording, Replayed, committed, read
 from benchmarks.rows import append, with_environment
 from tilegen.choose.ranker import propose
+from tilegen.devices import device_named
 from tilegen.errors import NoRecord, TilegenError
-from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import TileConfig
 from tilegen.model.estimate import Candidate
 from tilegen.store.trials import Trial, one_binary_line
@@ -93,7 +93,9 @@ class QualityRow(Environment):
 def ranking(recording: Recording) -> list[Candidate]:
     """Return the model's proposals among the recorded configs, best first. Raises TilegenError."""
     session = recording.session
-    proposals = propose(KernelTask.of(session.kernel, session.problem, gpu(session.gpu)), top=2**16)
+    proposals = propose(
+        KernelTask.of(session.kernel, session.problem, device_named(session.gpu)), top=2**16
+    )
     return [candidate for candidate in proposals if candidate.config in recording.trials]
 
 
@@ -117,7 +119,7 @@ def order(
         contextlib.suppress(NoRecord),  # nothing it tried ran, which is a result too
     ):
         tune(
-            KernelTask.of(session.kernel, session.problem, gpu(session.gpu)),
+            KernelTask.of(session.kernel, session.problem, device_named(session.gpu)),
             trials=BUDGETS[-1],
             measure=replay,
             candidates=candidates if strategy == "prior" else [],

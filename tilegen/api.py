@@ -43,7 +43,7 @@ FORWARD = "forward"
 
 def propose(
     problem: AttentionProblem | str,
-    gpu: GpuSpec | str | None = None,
+    gpu: Device | str | None = None,
     *,
     kernel: Kernel = FORWARD,
     top: int = 10,
@@ -64,9 +64,16 @@ def propose(
     """
     from tilegen.choose.compiled_candidates import with_verdicts
     from tilegen.choose.ranker import propose as ranked
+    from tilegen.devices import device_of
+    from tilegen.gpus.spec import GpuSpec
     from tilegen.pipeline import choose_by_model
 
-    task = _task(kernel, problem, gpu_of(gpu, fast_memory))
+    device = device_of(gpu, fast_memory)
+    task = _task(kernel, problem, device)
+    if not isinstance(device, GpuSpec):
+        if compile:
+            raise Unsupported("no tile of a processor is chosen by its code; leave compile out")
+        return ranked(task, top=top)
     if not compile:
         return with_verdicts(task, ranked(task, top=top), {})
     choice = choose_by_model(task)
@@ -126,7 +133,7 @@ def read_code(
 
 def show(
     problem: AttentionProblem | str,
-    gpu: GpuSpec | str | None = None,
+    gpu: Device | str | None = None,
     *,
     kernel: Kernel = FORWARD,
     config: TileConfig | str | None = None,
@@ -142,10 +149,11 @@ def show(
     bytes.
     """
     from tilegen.choose.ranker import joining, propose
+    from tilegen.devices import device_of
     from tilegen.emit.render import render
     from tilegen.pipeline import choose_kernel
 
-    task, tile = _task(kernel, problem, gpu_of(gpu)), config_of(config)
+    task, tile = _task(kernel, problem, device_of(gpu)), config_of(config)
     if tile is None and by_model:
         tile = propose(joining(task), top=1)[0].config
     tile = tile or choose_kernel(task, may_compile=True).config
@@ -188,7 +196,7 @@ def generate(
 
 def tune(
     problem: AttentionProblem | str,
-    gpu: GpuSpec | str | None = None,
+    gpu: Device | str | None = None,
     *,
     kernel: Kernel = ALL,
     seconds: float | None = None,
@@ -209,6 +217,8 @@ def tune(
     config runs.
     """
     from tilegen.choose import on_cpu
+    from tilegen.devices import device_of
+    from tilegen.fleet.jobs import jobs_of
     from tilegen.gpus.spec import GpuSpec
     from tilegen.tuning.here import tuned_device
     from tilegen.tuning.tuner import tune as tuned
@@ -216,12 +226,14 @@ def tune(
     parsed = problem_of(problem)
     if storage and seconds is not None:
         raise Unsupported("with a storage the budget is trials, not seconds: all machines share it")
-    spec = tuned_device() if gpu is None else gpu_of(gpu)
+    spec = tuned_device() if gpu is None else device_of(gpu)
     if not isinstance(spec, GpuSpec) and seconds is None and trials is None:
         seconds = CPU_SECONDS
     kernels = kernels_named(kernel, parsed, spec)
     if storage:
-        return _tune_together(parsed, spec, kernels, trials, storage)
+        from tilegen.fleet.together import tune_together
+
+        return tune_together(jobs_of([parsed], spec, kernels), trials, storage)
     tasks = [_task(name, parsed, spec) for name in kernels]
     if not isinstance(spec, GpuSpec) and kernel == ALL:  # others have one tile
         tasks = [task for task in tasks if on_cpu.may_tune(task)]
@@ -233,27 +245,6 @@ def tune(
             if family_among(kernels, direction):
                 tune_libraries(parsed, spec, direction, command=f"tilegen tune '{parsed.bucket}'")
     return records
-
-
-def _tune_together(
-    problem: AttentionProblem,
-    gpu: Device,
-    kernels: Sequence[Kernel],
-    trials: int | None,
-    storage: str,
-) -> list[TuningRecord]:
-    from tilegen.compiling.workers import Pool
-    from tilegen.fleet.bench import RealMachine
-    from tilegen.fleet.jobs import jobs_of
-    from tilegen.fleet.storage import open_storage
-    from tilegen.fleet.worker import Worker
-
-    jobs = jobs_of([problem], gpu, kernels)
-    with Pool() as pool:
-        worker = Worker(open_storage(storage), RealMachine(pool), trials=trials, again=True)
-        records = worker.run(jobs)
-    worker.require_saved()
-    return [record for record in records.values() if record]
 
 
 def verify(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilegen.api import gpu_of, kernel_named, kernels_in_use
+from tilegen.api import kernel_named, kernels_in_use
 from tilegen.cli.options import (
     EXAMPLE,
     DryRun,
@@ -23,6 +23,7 @@ from tilegen.cli.options import (
     print_json,
 )
 from tilegen.cli.places import PLACE, answering, check_file, location, shared, source, sources
+from tilegen.devices import device_of
 from tilegen.errors import NoRecord, Unsupported
 from tilegen.problem import AttentionProblem
 
@@ -88,7 +89,7 @@ def cache_show(
     from tilegen.store.places import read_trials
     from tilegen.store.trials import join_trials, trials_path
 
-    parsed, spec = AttentionProblem.parse(problem), gpu_of(gpu)
+    parsed, spec = AttentionProblem.parse(problem), device_of(gpu)
     shown: list[dict[str, Any]] = []
     for name in kernels_in_use(kernel, parsed, spec):
         if (used := _found(parsed, spec, name)) is None:
@@ -131,15 +132,16 @@ def cache_why(
     from tilegen.choose.families import families_used
     from tilegen.choose.records import Records
     from tilegen.emit.identity import template_digest
-    from tilegen.store import current_versions, why, why_lines
+    from tilegen.store import why, why_lines
+    from tilegen.store.versions import versions_for
     from tilegen.task import KernelTask
 
-    parsed, spec = AttentionProblem.parse(problem), gpu_of(gpu)
+    parsed, spec = AttentionProblem.parse(problem), device_of(gpu)
     answers: list[dict[str, Any]] = []
     for name in kernels_in_use(kernel, parsed, spec):
         digest = template_digest(name)
         task = KernelTask.of(name, parsed, spec)
-        nearest = why(task, versions=current_versions(), template_digest=digest)
+        nearest = why(task, versions=versions_for(spec), template_digest=digest)
         used = _found(parsed, spec, name)
         (family,) = families_used(Records(parsed, spec), task.direction)
         instead = f"library: {family.library}" if family.library else ""
@@ -347,7 +349,7 @@ def _report(moved: Iterable[Moved], as_json: bool, gpu: str | None = None) -> No
 
     done = list(printed())
     if gpu is not None and not done:
-        gpu_of(gpu)
+        device_of(gpu)
     if as_json:
         print_json([asdict(file) for file in done])
     else:
@@ -358,17 +360,18 @@ def _wanted(gpu: str | None, kernel: str | None) -> Wanted:
     from tilegen.store.transfer import Wanted
 
     with contextlib.suppress(Unsupported):  # records may be of GPUs missing in the catalogue
-        gpu = gpu if gpu is None else gpu_of(gpu).name
+        gpu = gpu if gpu is None else device_of(gpu).name
     return Wanted(gpu=gpu, kernel=None if kernel is None else kernel_named(kernel))
 
 
 def _found(problem: AttentionProblem, spec: Any, kernel: Any) -> Found | None:
     from tilegen.emit.identity import template_digest
-    from tilegen.store import current_versions, look_up
+    from tilegen.store import look_up
+    from tilegen.store.versions import versions_for
     from tilegen.task import KernelTask
 
     task = KernelTask.of(kernel, problem, spec)
-    return look_up(task, versions=current_versions(), template_digest=template_digest(kernel))
+    return look_up(task, versions=versions_for(spec), template_digest=template_digest(kernel))
 
 
 def _line(record: TuningRecord) -> str:

@@ -35,7 +35,8 @@ def table(candidates: Sequence[Candidate]) -> Iterator[str]:
 
 def _row(candidate: Candidate) -> str:
     cost, code = candidate.estimate, candidate.compiled
-    by_code, registers, spilled = "", f"{cost.registers} ", ""
+    by_code, registers, spilled = "", f"{cost.registers or '-'} ", ""
+    on_chip = memory_text(cost.smem_bytes) if cost.registers else "-"  # a processor has neither
     if code is not None:
         by_code = "refused"
         if code.seconds is not None and not code.objection:
@@ -47,6 +48,5 @@ def _row(candidate: Candidate) -> str:
     over_bound = f"{moved / least:.1f}" if (least := cost.lower_bound_bytes) else "-"
     return (
         f"{candidate.config.key:19} {seconds_text(cost.seconds):>8}  {by_code:>11}  {cost.limit:7} "
-        f"{bytes_text(moved):>7}  {over_bound:>7}  {memory_text(cost.smem_bytes):>8}  "
-        f"{registers:>9}  {spilled:>7}"
+        f"{bytes_text(moved):>7}  {over_bound:>7}  {on_chip:>8}  {registers:>9}  {spilled:>7}"
     ).rstrip()

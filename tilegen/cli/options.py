@@ -14,7 +14,10 @@ from tilegen.kernels.registry import KERNELS
 EXAMPLE = "b4 hq32 hkv8 q4096 d128 bf16 causal"
 
 Problem = Annotated[str, typer.Argument(help=f'notation, such as "{EXAMPLE}"')]
-Gpu = Annotated[str | None, typer.Option(help="catalogue name; default: the one here, else h200")]
+Gpu = Annotated[
+    str | None,
+    typer.Option(help="catalogue name, or cpu: the one here; default: the GPU here, else h200"),
+]
 ByModel = Annotated[
     bool, typer.Option("--model", help="the model's ranking alone: compile nothing")
 ]

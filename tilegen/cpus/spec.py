@@ -106,7 +106,7 @@ def spec_for(identity: Identity, arch: str, title: str) -> CpuSpec:
     base = next((spec for spec, ids in _rows() if _matches(identity, ids)), None)
     if base is not None and base.arch == arch:
         return base
-    typical = cpu(_TYPICAL[arch])
+    typical = cpu(_TYPICAL.get(arch, "zen3"))
     numbers = f"{identity.vendor}-{identity.family}-{identity.model}".lower()
     name = f"{base.name}-{arch}" if base else f"{numbers}-{arch}"
     why = f"compiles for {arch}" if base else "not in cpus.toml"

@@ -9,9 +9,9 @@ from typing import Protocol
 
 from tilegen.choose.ranker import search_space
 from tilegen.compiling.workers import Pool
+from tilegen.devices import device_named
 from tilegen.errors import InvalidRecord, TilegenError, Unsupported
 from tilegen.fleet.jobs import Job
-from tilegen.gpus.spec import gpu as gpu_named
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.problem import AttentionProblem
 from tilegen.store.fields import parse_json
@@ -75,7 +75,7 @@ class ReplayMachine:
     def jobs(self, problems: Sequence[AttentionProblem], gpu: str) -> list[Job]:
         """List the jobs of problems that were recorded on a GPU model. Raises Unsupported if there
         are none."""
-        spec = gpu_named(gpu)
+        spec = device_named(gpu)
         wanted = dict.fromkeys(problem.bucket.key for problem in problems)
         jobs = [
             Job(gpu=spec, kernel=kernel, problem=AttentionProblem.parse(problem))

@@ -1,0 +1,36 @@
+"""Devices by name: GPUs and processors of both catalogues, and this machine's processor."""
+
+from __future__ import annotations
+
+from tilegen.cpus import spec as cpus
+from tilegen.device import Device
+from tilegen.errors import Unsupported
+from tilegen.gpus.spec import GpuSpec, current_gpu, gpu, parse_size, with_fast_memory
+
+HERE = "cpu"
+"""Name of this machine's processor."""
+
+
+def device_named(name: str) -> Device:
+    """Look up a GPU or a processor; `cpu` is this machine's. Raises Unsupported."""
+    key = name.strip().lower() if isinstance(name, str) else name
+    if key == HERE:
+        from tilegen.cpus.host import current_cpu
+
+        return current_cpu()
+    processors = {spec.name: spec for spec in cpus.catalogue()}
+    return processors[key] if key in processors else gpu(name)
+
+
+def device_of(given: Device | str | None, fast_memory: int | str | None = None) -> Device:
+    """Return a device unchanged or by its name; for None, the local GPU or else the H200.
+    `fast_memory` replaces a GPU's: see `api.propose`. Raises Unsupported."""
+    if given is None:
+        given = current_gpu()
+    device = given if isinstance(given, Device) else device_named(given)
+    if fast_memory is None:
+        return device
+    if not isinstance(device, GpuSpec):
+        raise Unsupported(f"fast_memory is for GPUs, got {device.name}; leave it out")
+    size = parse_size(fast_memory) if isinstance(fast_memory, str) else fast_memory
+    return with_fast_memory(device, size)
