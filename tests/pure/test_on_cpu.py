@@ -91,6 +91,8 @@ def test_every_processor_has_a_choice(device: str) -> None:
         for dtype in ("fp32", "bf16", "fp16"):
             one = task(f"b1 hq4 hkv2 q2048 kv2048 d128 {dtype} causal", kernel, device)
             check_config(chosen_config(one), kernel)
+            assert 0 < seconds_of(one.tiled(chosen_config(one))) < 1
+            assert candidates(one)[0].config == chosen_config(one)
             assert chosen_config(one) in space(one)
 
 

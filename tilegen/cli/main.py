@@ -275,7 +275,8 @@ def tune(
         from tilegen.tuning.here import planned_device
 
         parsed, spec = api.problem_of(problem), planned_device()
-        jobs = jobs_of([parsed], spec, api.kernels_named(kernel, parsed, spec))
+        named = None if kernel == api.ALL else api.kernels_named(kernel, parsed, spec)
+        jobs = jobs_of([parsed], spec, named)
         plans = [plan_of(job, search_space(job.task)) for job in jobs]
         print_plans(plans, json_)
         return

@@ -12,6 +12,7 @@ from pathlib import Path
 from tilegen.choose.families import kernels_of
 from tilegen.device import Device
 from tilegen.emit.identity import template_digest
+from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Kernel
 from tilegen.problem import AttentionProblem
 from tilegen.store.record import slug
@@ -63,12 +64,17 @@ class Job:
 def jobs_of(
     problems: Iterable[AttentionProblem], gpu: Device, kernels: Sequence[Kernel] | None = None
 ) -> list[Job]:
-    """List the jobs of problems on a GPU model, each once; by default for all kernels they need."""
+    """List the jobs of problems on a device, each once; by default for all kernels they need, of a
+    processor those with more than one tile."""
     jobs = [
         Job(gpu=gpu, kernel=kernel, problem=problem.bucket)
         for problem in problems
         for kernel in kernels or kernels_of(problem, gpu)
     ]
+    if not kernels and not isinstance(gpu, GpuSpec):
+        from tilegen.choose.on_cpu import may_tune  # loads SymPy
+
+        jobs = [job for job in jobs if may_tune(job.task)]
     return list({job.study: job for job in jobs}.values())
 
 

@@ -45,9 +45,9 @@ HALF = 0.5
 
 def traffic_seconds(tiled: Tiled, spec: CpuSpec) -> float:
     """Return the time to move a launch's bytes: what a head streams comes from the smallest cache
-    that holds it, and the first time from memory."""
+    that holds it. A kernel that passes over its rows once streams all of them."""
     problem, moved = tiled.problem, traffic(tiled)
-    streams = tiled.task.lengths[1] * tiled.spec.loop.streamed_bytes(problem)
+    streams = tiled.task.lengths[1] * tiled.spec.loop.streamed_bytes(problem) or bytes_of(moved)
     if streams <= HALF * spec.l2_bytes:
         rate = spec.l2_bandwidth
     elif streams <= HALF * spec.l3_bytes:
@@ -83,7 +83,7 @@ def terms_of(tiled: Tiled) -> dict[str, float]:
     flops = 2.0 * step.multiply_adds * steps
     to_scores = sum(2.0 * one.multiply_adds for one in step.products if one.scores)
     columns = COLUMNS * spec.lanes / 16
-    narrow = max(0.0, columns / step.columns - 1) * to_scores
+    narrow = max(0.0, columns / max(step.columns, 1) - 1) * to_scores
     added = step.result_words if step.rescales else 0
     if tiled.spec.shares:
         added = step.columns * problem.head_dim_qk

@@ -196,11 +196,14 @@ class _Run:
         in_hand, winner = self.bench.in_hand, self.winner
         if winner is None or self.bench.confirm is None or in_hand in (None, winner):
             return
-        if in_hand in self._right and not self.bench.confirm(winner):
-            self.report.say(
-                f"{winner.key} does not beat {in_hand.key} in a second run: {in_hand.key} stays"
-            )
-            self.winner = in_hand
+        if in_hand not in self.trials or self.trials[in_hand].measurement.status != "ok":
+            return
+        if self.bench.confirm(winner) or (self.bench.check and self.bench.check(in_hand)):
+            return
+        self.report.say(
+            f"{winner.key} does not beat {in_hand.key} in a second run: {in_hand.key} stays"
+        )
+        self.winner = in_hand
 
     def _search(self, total: int, deadline: float, ahead: Ahead | None) -> None:
         waiting: deque[TileConfig] = deque()
