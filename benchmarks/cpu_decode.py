@@ -27,9 +27,10 @@ from tilegen import cpu
 from tilegen.calls.attention import attention
 from tilegen.calls.paged import attention_paged
 from tilegen.check.reference import TORCH_DTYPES
-from tilegen.cpu.choice import cpu_choice
 from tilegen.cpu.target import host
 from tilegen.cpu.timing import timed_in_turns
+from tilegen.cpus.host import current_cpu
+from tilegen.pipeline import choose
 from tilegen.problem import AttentionProblem
 
 OUT = RESULTS / "cpu" / "decode.csv"
@@ -134,7 +135,8 @@ def measure(
     q, k, v = memory.tensors(problem)
     with torch.no_grad():
         timings = timed_in_turns(functions(problem, q, k, v), seconds=seconds)
-    configs = cpu_choice(problem.normal(), "forward")[1]
+    chosen = choose(problem.normal(), current_cpu(), "forward")
+    configs = {kernel: choice.config for kernel, choice in chosen.items()}
     for provider, timing in timings.items():
         own = provider == "tilegen"
         yield with_environment(

@@ -10,13 +10,14 @@ import torch
 from tests.compiler import kernels
 from tests.compiler.runs import TARGETS, launch
 from tilegen.cpu import build, mlir
-from tilegen.cpu.choice import cpu_choice
 from tilegen.cpu.lower import lower
 from tilegen.cpu.target import TARGETS as ALL
 from tilegen.cpu.target import Target
 from tilegen.cpu.thin import ThinProduct
 from tilegen.cpu.ttir import ttir_of
+from tilegen.cpus.spec import cpu
 from tilegen.emit.render import render
+from tilegen.pipeline import choose
 from tilegen.problem import AttentionProblem
 
 SHAPES = [(64, 128), (32, 32), (16, 64), (128, 256)]
@@ -110,8 +111,8 @@ def test_decoding_packs_nothing_and_fetches_ahead(name: str, dtype: str) -> None
     """A kernel of one query and four heads has no other products; one of pages fetches tiles."""
     for more in ("", " page16"):
         problem = AttentionProblem.parse(f"hq8 hkv2 q1 kv4096 d128 {dtype} full{more}")
-        _, configs = cpu_choice(problem, "forward")
-        kernel, config = next(iter(configs.items()))
+        kernel, choice = next(iter(choose(problem, cpu("zen4"), "forward").items()))
+        config = choice.config
         assert config.rows == 4
         source = build.source_of(render(problem, config, kernel))
         ir = lower(mlir.parse(ttir_of(source), source.file), ALL[name]).ir
@@ -133,8 +134,8 @@ def test_pages_are_fetched_an_iteration_before(page: int, monkeypatch: pytest.Mo
     at_once: list[ThinProduct] = []
     monkeypatch.setattr(ThinProduct, "_fetch_tile", lambda its: at_once.append(its))
     problem = AttentionProblem.parse(f"hq8 hkv2 q1 kv4096 d128 fp32 full page{page}")
-    kernel, config = next(iter(cpu_choice(problem, "forward")[1].items()))
-    source = build.source_of(render(problem, config, kernel))
+    kernel, choice = next(iter(choose(problem, cpu("zen4"), "forward").items()))
+    source = build.source_of(render(problem, choice.config, kernel))
     lower(mlir.parse(ttir_of(source), source.file), ALL["avx2"])
     assert all(fetched)
     assert len(fetched) > 8
@@ -145,6 +146,5 @@ def test_tiles_have_no_more_rows_than_there_are() -> None:
     rows = {}
     for text in ("hq8 hkv8 q1", "hq8 hkv2 q1", "hq8 hkv2 q2", "hq8 hkv2 q16", "hq8 hkv8 q5"):
         problem = AttentionProblem.parse(f"{text} kv4096 d64 fp32 full")
-        _, configs = cpu_choice(problem, "forward")
-        rows[text] = configs["fwd_split"].rows
+        rows[text] = choose(problem, cpu("zen4"), "forward")["fwd_split"].config.rows
     assert list(rows.values()) == [1, 4, 8, 64, 8]

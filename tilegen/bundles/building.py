@@ -26,9 +26,9 @@ from tilegen.compiling.background import Background
 from tilegen.compiling.compiler import CompiledKernel
 from tilegen.compiling.tools import nvidia_tool
 from tilegen.compiling.workers import Pool
-from tilegen.cpu.choice import cpu_choice
 from tilegen.cpu.processors import Processor
 from tilegen.cpu.shared_objects import linker_of, release_of
+from tilegen.cpus.spec import spec_of_target
 from tilegen.emit.identity import (
     RenderedKernel,
     kernel_digest,
@@ -43,7 +43,7 @@ from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import FAMILIES, grid_of
 from tilegen.kernels.spec import Direction
 from tilegen.model.resources import Resources
-from tilegen.pipeline import best_acceptable, joined_to, rank
+from tilegen.pipeline import best_acceptable, choose, joined_to, rank
 from tilegen.problem import AttentionProblem
 from tilegen.task import KernelTask, Tiled
 
@@ -165,9 +165,10 @@ class _Builder:
         self, problem: AttentionProblem, processor: Processor, directions: Sequence[Direction]
     ) -> _Jobs:
         jobs: list[_Job] = []
+        spec = spec_of_target(processor.name, processor.target.name)
         for direction in directions if len(directions) == 1 else passes_of(problem):
-            for kernel, config in cpu_choice(problem, direction)[1].items():
-                rendered = render(problem, config, kernel)
+            for kernel, choice in choose(problem, spec, direction).items():
+                rendered = render(problem, choice.config, kernel)
                 built = self._threads.submit(self._build_for, processor, rendered)
                 jobs.append(_Job(direction, kernel, built))
         return _Jobs(problem, processor, jobs)

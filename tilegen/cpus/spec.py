@@ -125,6 +125,25 @@ def spec_for(identity: Identity, arch: str, title: str) -> CpuSpec:
     )
 
 
+def spec_of_target(cpu_name: str, arch: str) -> CpuSpec:
+    """Return the numbers for a processor that kernels are compiled for, by LLVM's name.
+
+    They are those of the catalogue, or of a typical processor with its target.
+    """
+    row = _OF_LLVM.get(cpu_name, cpu_name)
+    if any(row == spec.name for spec in catalogue()):
+        return cpu(row)
+    return spec_for(Identity(cpu_name, 0, 0), arch, cpu_name)
+
+
+_OF_LLVM = {
+    "znver5": "zen5",
+    "znver4": "zen4",
+    "znver3": "zen3",
+    "sapphirerapids": "sapphire-rapids",
+}
+
+
 def _matches(identity: Identity, ids: list[Any]) -> bool:
     for vendor, family, models in ids:
         if (vendor, family) != (identity.vendor, identity.family):
