@@ -157,6 +157,9 @@ def main(
     gib: Annotated[
         float, typer.Option(help="memory of each process; 0: three quarters of what is free")
     ] = 0.0,
+    attention: Annotated[
+        list[str] | None, typer.Option(help="an attention, may be repeated; default: all")
+    ] = None,
     most: Annotated[int, typer.Option(help="tokens at most")] = LENGTHS[-1],
     figure: Annotated[bool, typer.Option("--figure", help="draw the figure and end")] = False,
 ) -> None:
@@ -174,7 +177,8 @@ def main(
         free = torch.cuda.mem_get_info()[0] if has_gpu() else memory.available()
         gib = 0.75 * free / memory.GIB
     done = same_values(read(path), ("mask", "seqlen", "attention"))
-    cases = [(m, n, a) for n in LENGTHS if n <= most for m in MASKS for a in ATTENTIONS]
+    attentions = attention or ATTENTIONS
+    cases = [(m, n, a) for n in LENGTHS if n <= most for m in MASKS for a in attentions]
     left = 0
     for mask, seqlen, attention in progress(cases, describe=str):
         if (mask, str(seqlen), attention) in done:

@@ -153,10 +153,7 @@ def measure(
         workers: dict[str, Worker] = {}
         warm: dict[str, float] = {}
         for attention in attentions:
-            if reason := why_not(attention, device):
-                yield with_environment(
-                    TrainRow, its, attention=attention, status="unsupported", detail=reason, **known
-                )
+            if why_not(attention, device):
                 continue
             try:
                 worker = Worker(
@@ -172,17 +169,25 @@ def measure(
         times = _in_turns(workers, warm, lost, seconds)
         ends: dict[str, dict[str, Any]] = {}
         for attention, worker in workers.items():
-            with contextlib.suppress(DoesNotFit, Failed):
+            if attention in lost:
+                continue
+            try:
                 peak = worker.call("peak")  # of the timed steps
                 share = worker.call("share")
                 ends[attention] = {
                     "peak_mib": peak / 2**20, "attention_share": share,
                     "losses": worker.call("seen"),
                 }  # fmt: skip
+            except (DoesNotFit, Failed) as error:
+                lost[attention] = error
     for attention in attentions:
         if attention in lost:
             yield missing(attention, lost[attention])
-        elif attention in ends:
+        elif reason := why_not(attention, device):
+            yield with_environment(
+                TrainRow, its, attention=attention, status="unsupported", detail=reason, **known
+            )
+        else:
             values = _values(attention, times, ends, case)
             values["detail"] = path_of_calls() if attention == "tilegen" else ""
             yield with_environment(

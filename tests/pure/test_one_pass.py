@@ -22,7 +22,7 @@ from tilegen.choose.on_cpu import space
 from tilegen.choose.ranker import propose
 from tilegen.choose.search_space import all_configs
 from tilegen.cpu.choice import config_by_rule
-from tilegen.cpu.tile_table import share_of
+from tilegen.cpu.tile_table import MOST_BYTES, share_of
 from tilegen.cpus.spec import cpu
 from tilegen.emit.render import render
 from tilegen.errors import Unsupported
@@ -110,7 +110,7 @@ def test_configs() -> None:
         ("b1 hq1 hkv1 q1024 kv1024 d64 bf16 full", 256),
         ("b1 hq3 hkv3 q100 kv5000 d64 bf16 full", 4096),
         ("b2 hq8 hkv1 q900 kv900 d64 bf16 causal", 256),
-        ("b8 hq1 hkv1 q64 kv200000 d64 bf16 full", 65536),
+        ("b8 hq1 hkv1 q64 kv200000 d64 bf16 full", 262144),
         ("b8 hq1 hkv1 q64 kv7 d64 bf16 full", 64),
     ],
 )
@@ -142,3 +142,12 @@ RENDERED = {
 def test_emitted_kernels(name: str, golden: CheckGolden) -> None:
     text, config = RENDERED[name]
     golden(render(PARSE(text), TileConfig.parse(config), NAME).source)
+
+
+@pytest.mark.parametrize("seqlen", [2**n for n in range(10, 23, 2)])
+def test_dq_of_all_shares_grows_with_the_length_alone(seqlen: int) -> None:
+    """More shares than fit into MOST_BYTES would make a backward's memory grow with the square."""
+    problem = PARSE(f"hq2 q{seqlen} d64 fp32 window(1023,0)")
+    config = config_by_rule(problem, NAME)
+    shares, one_dq = -(-seqlen // config.split_kv), 4 * 2 * seqlen * 64
+    assert shares * one_dq <= max(MOST_BYTES, one_dq)

@@ -23,7 +23,7 @@ results of splits."""
 NUM_WARPS = (4, 8)
 NUM_STAGES = (1, 2, 3, 4)
 HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
-SPLITS = tuple(1 << i for i in range(4, 17))
+SPLITS = tuple(1 << i for i in range(4, 25))
 
 
 _ALWAYS = ("block_m", "block_n", "num_warps", "num_stages")
