@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from pathlib import Path
 
+from tilegen.bundles.manifest import Manifest
 from tilegen.bundles.on_cpu import check_files
 from tilegen.cpu.processors import PROCESSORS, missing, runs_here
 from tilegen.cpu.target import processor
 from tilegen.disk import log
 from tilegen.errors import Unsupported
-
-if TYPE_CHECKING:
-    from tilegen.bundles.served import Bundle
 
 
 def runs_on(arch: str, gpu_arch: str) -> bool:
@@ -24,20 +22,20 @@ def runs_on(arch: str, gpu_arch: str) -> bool:
     return arch == gpu_arch  # from sm_90 on, Triton uses features of a single architecture
 
 
-def check_devices(bundle: Bundle) -> None:
+def check_devices(path: Path, manifest: Manifest) -> None:
     """Check that a device of this machine runs binaries of a bundle. Raises Unsupported.
 
     A bundle for GPUs alone is accepted on a machine without a GPU.
     """
-    archs = bundle.manifest.architectures
+    archs = manifest.architectures
     for_cpus = [arch for arch in archs if arch in PROCESSORS]
     for_gpus = [arch for arch in archs if arch not in PROCESSORS]
     if for_cpus:
-        check_files(bundle.path, bundle.manifest)
+        check_files(path, manifest)
     runs_on_cpu = any(map(runs_here, for_cpus))
-    runs_on_gpu = bool(for_gpus) and _runs_on_gpus(bundle, for_gpus, others=bool(for_cpus))
+    runs_on_gpu = bool(for_gpus) and _runs_on_gpus(path, for_gpus, others=bool(for_cpus))
     if for_cpus and not runs_on_cpu and not runs_on_gpu:
-        raise Unsupported(f"{bundle.path} {_why_not(for_cpus)}")
+        raise Unsupported(f"{path} {_why_not(for_cpus)}")
 
 
 def _why_not(archs: list[str]) -> str:
@@ -53,7 +51,7 @@ def _why_not(archs: list[str]) -> str:
     )
 
 
-def _runs_on_gpus(bundle: Bundle, archs: list[str], *, others: bool) -> bool:
+def _runs_on_gpus(path: Path, archs: list[str], *, others: bool) -> bool:
     """Check whether a GPU of this machine runs binaries for `archs`. Raises Unsupported unless the
     bundle has binaries for `others`."""
     import torch
@@ -65,7 +63,7 @@ def _runs_on_gpus(bundle: Bundle, archs: list[str], *, others: bool) -> bool:
     gpus = [spec for spec in detected if spec]
     if not gpus:
         if not others:
-            log.info("no GPU here: %s was checked, and nothing will run from it", bundle)
+            log.info("no GPU here: %s was checked, and nothing will run from it", path)
         return False
     fits = any(runs_on(arch, spec.arch) for arch in archs for spec in gpus)
     if others and (gpus[0].arch.startswith("gfx") or not fits):
@@ -77,7 +75,7 @@ def _runs_on_gpus(bundle: Bundle, archs: list[str], *, others: bool) -> bool:
         )
     if not fits:
         raise Unsupported(
-            f"{bundle.path} has binaries for {', '.join(archs)}, and this GPU is an "
+            f"{path} has binaries for {', '.join(archs)}, and this GPU is an "
             f"{gpus[0].arch} ({gpus[0].title}): generate with --arch {gpus[0].arch}"
         )
     driver()

@@ -179,7 +179,7 @@ def load_bundle(path: str | PathLike[str]) -> Bundle:
         raise Unsupported(damage(bundle.path, damaged))
     if why := bundle.why_not_ours():
         raise Unsupported(f"{bundle.path} cannot be served: {why}; generate the bundle again")
-    check_devices(bundle)
+    check_devices(bundle.path, bundle.manifest)
     others = [other for other in bundles.loaded if other.path != bundle.path]
     bundles.loaded[:] = [bundle, *others]
     _plan_anew()

@@ -19,19 +19,10 @@ from tilegen.cpu.ir import Code, Index, typed
 from tilegen.cpu.loops import Loops
 from tilegen.cpu.mlir import Value
 from tilegen.cpu.pairs import added
-from tilegen.cpu.thin import ThinProduct, fits
+from tilegen.cpu.thin import Left, ThinProduct, fits
 from tilegen.cpu.tiles import Address, Buffer, Load, Node, View
 
 Init = Literal["zero", "load", "scale"]
-
-
-@dataclass(frozen=True)
-class Left:
-    """A left operand in scratch memory; strides count words of 32 bits."""
-
-    pointer: str
-    row: int
-    column: int
 
 
 def stripped(node: Node) -> tuple[Node, bool]:

@@ -11,15 +11,12 @@ other, as in `p @ v`, are multiplied by a weight each.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from tilegen.cpu.conversions import to_memory
 from tilegen.cpu.ir import BYTES, Code, Index, Lane, typed
 from tilegen.cpu.pairs import added
 from tilegen.cpu.tiles import Address, Buffer, Load, Node
-
-if TYPE_CHECKING:
-    from tilegen.cpu.products import Left
 
 MOST_ROWS = 8
 AHEAD = 8 << 10
@@ -29,6 +26,15 @@ AHEAD_OF_ROW = 2 << 10
 """The same for each row of a product [bytes]."""
 _LINE = 64
 _UNROLL = 8
+
+
+@dataclass(frozen=True)
+class Left:
+    """A left operand in scratch memory; strides count words of 32 bits."""
+
+    pointer: str
+    row: int
+    column: int
 
 
 def fits(code: Code, shape: tuple[int, int, int], node: Node, swapped: bool, pairs: bool) -> bool:
