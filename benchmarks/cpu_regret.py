@@ -12,30 +12,35 @@ the winner with itself, which is the noise.
 
 from __future__ import annotations
 
+import os
 import statistics
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
+from unittest import mock
 
 import numpy as np
 import typer
 
-from benchmarks.environment import RESULTS, Environment, environment
+from benchmarks.environment import RESULTS, ROOT, Environment, environment
 from benchmarks.recordings import Recorder, Recording, file_of, new_session, read
 from benchmarks.rows import append, with_environment
 from benchmarks.rows import read as read_rows
-from tilegen.choose.on_cpu import chosen_config, space, usual_config
+from tilegen.choose.on_cpu import chosen_config, space, tuned_space, usual_config
 from tilegen.choose.ranker import estimate
 from tilegen.cpus.host import current_cpu
 from tilegen.kernels.config import TileConfig
 from tilegen.model.cpu_time import LAUNCH_SECONDS, TERMS, terms_of
 from tilegen.problem import AttentionProblem
+from tilegen.store import Location, save
 from tilegen.store.trials import Trial
 from tilegen.task import KernelTask
 from tilegen.tuning.bench import Timed
 from tilegen.tuning.in_turns import InTurns, alone_on_this_machine, pairs_of
+from tilegen.tuning.tuner import tune
 
 FORWARD = """
 b1 hq8 hkv8 q256 kv256 d64 fp32 full
@@ -84,6 +89,9 @@ OUT = RESULTS / "cpu" / "regret.csv"
 Table = tuple[np.ndarray, np.ndarray]
 SWEEPS = 3000
 """Rounds of the fit."""
+WORTH, MOST_TRIED = 0.985, 4
+"""Part of the choice's time below which a tile may be worth a record, and most such tiles that are
+timed again."""
 LEAST, SECONDS = 15, 1.5
 """Pairs of launches of a judged choice, at least, and seconds for them."""
 
@@ -229,6 +237,40 @@ def judge(minutes: Minutes = 10.0, out: Annotated[Path, typer.Option()] = OUT) -
             f"{row.kernel:13} {row.problem:50} {row.choice:18} {row.winner:18} "
             f"{row.swept_regret:7.1%} {row.regret:7.1%} {row.noise:7.1%}  "
             f"{row.usual:18} {row.usual_regret:7.1%}",
+            flush=True,
+        )
+
+
+@app.command()
+def ship(
+    out: Annotated[Path, typer.Option(help="location of records")] = ROOT / "cache",
+    minutes: Minutes = 10.0,
+) -> None:
+    """Tune among the fastest tiles of each sweep, and save the records whose tile beat the model's
+    choice in a second run."""
+    deadline = time.monotonic() + 60 * minutes
+    for task in tasks():
+        task = KernelTask(task.spec, task.problem.bucket, task.device)
+        times = read(path_of(task)).times() if path_of(task).is_file() else {}
+        choice = chosen_config(task)
+        if task.spec.packs or choice not in times or time.monotonic() > deadline:
+            continue
+        better = sorted(
+            (c for c in tuned_space(task) if times[c] < WORTH * times[choice]),
+            key=times.__getitem__,
+        )
+        if not better:
+            continue
+        space = [choice, *better[:MOST_TRIED]]
+        with (
+            tempfile.TemporaryDirectory() as empty,
+            mock.patch.dict(os.environ, TILEGEN_CACHE_DIR=empty, TILEGEN_CACHE_PATH=""),
+        ):
+            record = tune(task, space=space, candidates=[], progress=False)
+        beats = record.config != choice
+        told = save(record, location=Location(str(out), "shared")).reason if beats else "not kept"
+        print(
+            f"{task.kernel:13} {task.problem.key:50} {choice.key:18} {record.config.key:18} {told}",
             flush=True,
         )
 

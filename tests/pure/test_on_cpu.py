@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.recordings import Recording, read
 from tilegen import pipeline
-from tilegen.choose.on_cpu import candidates, chosen_config, ranked, space
+from tilegen.choose.on_cpu import candidates, chosen_config, may_tune, ranked, space, tuned_space
 from tilegen.cpus.spec import catalogue, cpu
 from tilegen.kernels.config import TileConfig
 from tilegen.kernels.registry import check_config
@@ -103,6 +103,17 @@ def test_few_programs_leave_threads_idle() -> None:
     alone = chosen_config(task("b1 hq1 hkv1 q512 kv512 d64 fp32 full"))
     many = chosen_config(task("b8 hq8 hkv8 q512 kv512 d64 fp32 full"))
     assert alone.block_m < many.block_m
+
+
+def test_a_tuner_tries_no_tiles_that_leave_more_threads_idle() -> None:
+    one = task("b1 hq1 hkv1 q512 kv512 d64 fp32 full")
+    tried = tuned_space(one)
+    assert chosen_config(one) in tried
+    assert max(config.block_m for config in tried) <= 64 < max(c.block_m for c in space(one))
+    many = task("b8 hq8 hkv8 q512 kv512 d64 fp32 full")
+    assert tuned_space(many) == space(many)
+    assert may_tune(many)
+    assert not may_tune(task("b8 hq8 hkv8 q512 kv512 d64 fp32 full", "bwd_preprocess"))
 
 
 def test_rates_move_times_as_they_should() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tilegen import resources
+from tilegen.devices import device_named
 from tilegen.gpus.spec import gpu
 from tilegen.pipeline import choose
 from tilegen.problem import AttentionProblem
@@ -21,7 +22,7 @@ def test_every_file_is_in_order_and_found_by_what_it_says() -> None:
         assert file.record is not None, file.trouble
         assert not file.trouble, file.trouble
         record = file.record
-        task = KernelTask.of(record.kernel, record.problem, gpu(record.gpu))
+        task = KernelTask.of(record.kernel, record.problem, device_named(record.gpu))
         found = look_up(task, where=[SHIPPED], borrow=False)
         assert found is not None
         assert found.record == record

@@ -143,9 +143,22 @@ def _of_bucket(task: KernelTask) -> KernelTask:
     return task if bucket == task.problem else replace(task, problem=bucket)
 
 
+@one_at_a_time
+def tuned_space(task: KernelTask) -> list[TileConfig]:
+    """Return the tiles that a tuner may try: those that leave no more threads idle than the choice
+    without tuning. A time on one thread cannot tell."""
+    task = _of_bucket(task)
+
+    def idle(config: TileConfig) -> float:
+        return idle_factor(launches(task.tiled(config)).programs)
+
+    most = idle(chosen_config(task))
+    return [config for config in space(task) if idle(config) <= most]
+
+
 def may_tune(task: KernelTask) -> bool:
-    """Check whether a kernel has more than one tile on a processor."""
-    return len(space(task)) > 1
+    """Check whether a kernel has more than one tile to try on a processor."""
+    return len(space(task)) > 1 and len(tuned_space(task)) > 1
 
 
 def _rounded(length: int) -> int:

@@ -280,7 +280,7 @@ def time_as_compiled(tiled: Tiled, built: Resources, *, stages: int | None = Non
 def search_space(task: KernelTask) -> list[TileConfig]:
     """Return the configs that a tuner may try: all that fit, and all that may fit once compiled."""
     if not isinstance(task.device, GpuSpec):
-        return on_cpu.space(task)
+        return on_cpu.tuned_space(task)
     needs = {config: footprint(Tiled(task, config)) for config in legal_configs(task)}
     return [
         config
@@ -298,7 +298,7 @@ def ranked_space(
     `space` defaults to all that fits, and to the model's proposals where nothing fits well.
     """
     if not isinstance(task.device, GpuSpec):
-        proposed = on_cpu.candidates(task, space)
+        proposed = on_cpu.candidates(task, space or on_cpu.tuned_space(task))
         return [candidate.config for candidate in proposed], proposed
     candidates = propose(task, top=2**16)
     if space is None:
