@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -73,7 +74,8 @@ def _form(problem: AttentionProblem, side: Side) -> dict[str, Any]:
 
 
 def _edges(interval: Interval) -> list[str]:
-    return ["0" if interval.lo is None else str(interval.lo), str(interval.hi)]
+    edges = ("0" if interval.lo is None else str(interval.lo), str(interval.hi))
+    return [re.sub(r"(?<=[\w)])([-+])", r" \1 ", edge).replace(",", ", ") for edge in edges]
 
 
 def _range(edges: list[str]) -> str:

@@ -69,7 +69,7 @@ def _in_order(expr: Expr, leaves: frozenset[Expr]) -> dict[Expr, None]:
 
 
 def _shares(node: Expr, total: Expr) -> list[tuple[Expr, Expr]]:
-    """Return what each argument of a node adds to its derivative, for the node's own."""
+    """Return the arguments of a node, each with the part of the derivative that reaches it."""
     args = node.args
     match node.op:
         case "add":
