@@ -305,12 +305,18 @@ def problems_of(
 def gpu_of(given: GpuSpec | str | None, fast_memory: int | str | None = None) -> GpuSpec:
     """Return a GPU unchanged or by its name; for None, the local GPU or else the H200. Raises
     Unsupported."""
+    from tilegen.devices import is_processor
     from tilegen.gpus.spec import GpuSpec, current_gpu, parse_size, with_fast_memory
     from tilegen.gpus.spec import gpu as gpu_named
 
     if given is None:
         spec = current_gpu()
     else:
+        if isinstance(given, str) and is_processor(given):
+            raise Unsupported(
+                f"expected a GPU, got the processor {given}; for its tiles and why: "
+                f"tilegen propose PROBLEM --gpu {given}"
+            )
         spec = given if isinstance(given, GpuSpec) else gpu_named(given)
     if fast_memory is None:
         return spec

@@ -22,6 +22,11 @@ def device_named(name: str) -> Device:
     return processors[key] if key in processors else gpu(name)
 
 
+def is_processor(name: str) -> bool:
+    """Check whether a name is that of a processor."""
+    return name.strip().lower() in {HERE, *(spec.name for spec in cpus.catalogue())}
+
+
 def device_of(given: Device | str | None, fast_memory: int | str | None = None) -> Device:
     """Return a device unchanged or by its name; for None, the local GPU or else the H200.
     `fast_memory` replaces a GPU's: see `api.propose`. Raises Unsupported."""

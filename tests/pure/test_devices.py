@@ -28,7 +28,9 @@ def test_names_of_gpus_and_processors() -> None:
         device_named("zen17")
     with pytest.raises(Unsupported, match="fast_memory is for GPUs, got zen5"):
         device_of("zen5", "48KiB")
-    assert {gpu_.name for gpu_ in (device_of("a100", 65536),)} == {"a100"}
+    assert device_of("a100", 65536).name == "a100"
+    with pytest.raises(Unsupported, match="tilegen propose PROBLEM --gpu zen5"):
+        api.explain("hq2 q64 d64 fp32 full", "zen5")
 
 
 def test_proposals_for_a_processor() -> None:
