@@ -31,5 +31,5 @@ def planned_device() -> Device:
     try:
         return tuned_device()
     except Unsupported:
-        log.warning("nothing here can be tuned for: this is the plan for %s", ASSUMED)
+        log.warning("no GPU that PyTorch can use here: this is the plan for %s", ASSUMED)
         return gpu(ASSUMED)
