@@ -134,7 +134,6 @@ def measure(
     *,
     threads: int,
     gib: float,
-    seconds: float = SECONDS,
 ) -> Iterator[TrainRow]:
     """Yield the rows of a case, all attentions timed in turns."""
     device = "cuda" if has_gpu() else "cpu"
@@ -166,7 +165,7 @@ def measure(
             except (DoesNotFit, Failed) as error:
                 lost[attention] = error
         workers = {name: worker for name, worker in workers.items() if name not in lost}
-        times = _in_turns(workers, warm, lost, seconds)
+        times = _in_turns(workers, warm, lost)
         ends: dict[str, dict[str, Any]] = {}
         for attention, worker in workers.items():
             if attention in lost:
@@ -199,13 +198,12 @@ def _in_turns(
     workers: Mapping[str, Worker],
     warm: Mapping[str, float],
     lost: dict[str, Exception],
-    seconds: float,
 ) -> dict[str, list[tuple[float, float]]]:
     """Return the times of steps that workers take in turns, each with that of all cores; a worker
     that fails goes to `lost`."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in workers}
     fastest = warm.get("tilegen", min(warm.values(), default=0.0))
-    end = time.monotonic() + seconds
+    end = time.monotonic() + SECONDS
     rounds = 0
     while workers and (rounds < ROUNDS or (time.monotonic() < end and rounds < MOST_ROUNDS)):
         for name, worker in workers.items():

@@ -94,15 +94,22 @@ def training(rows: Sequence[Row]) -> str:
     """Return speeds, shares and memory of each case."""
     lines: list[list[str]] = []
     for case, of_case in by_case(rows).items():
-        cells = [_cell(of_case, name, "over_tilegen", "{:.2f} times") for name in ("eager", "sdpa")]
+        cells = [
+            _cell(of_case, name, column, "{:.2f}")
+            for name in ("eager", "sdpa")
+            for column in ("over_tilegen", "cpu_over_tilegen")
+        ]
         speed = _cell(of_case, "tilegen", "tokens_per_s", "{:.0f}")
         order = "tilegen", "sdpa", "eager"
         shares = [_cell(of_case, name, "attention_share", "{:.0%}") for name in order]
         peaks = [_cell(of_case, name, "peak_mib", "{:.0f}") for name in order]
         deviation = _cell(of_case, "tilegen", "deviation", "{:.1g}")
-        lines.append([case, speed, *cells, ", ".join(shares), ", ".join(peaks), deviation])
+        over = [", ".join(cells[:2]), ", ".join(cells[2:])]
+        threads = next(iter(of_case.values()))["threads"]
+        lines.append([case, threads, speed, *over, ", ".join(shares), ", ".join(peaks), deviation])
     names = (
-        "case", "tokens/s", "over eager", "over SDPA", "attention's share: tilegen, SDPA, eager",
+        "case", "threads", "tokens/s", "over eager: wall, CPU", "over SDPA: wall, CPU",
+        "attention's share: tilegen, SDPA, eager",
         "peak MiB: tilegen, SDPA, eager", "losses apart from eager",
     )  # fmt: skip
     return markdown(names, lines) if lines else ""
