@@ -82,18 +82,18 @@ def tables(folder: Path) -> dict[str, str]:
     return {title: table for title, table in made.items() if table}
 
 
-def by_case(rows: Sequence[Row]) -> dict[str, Case]:
-    """Return rows by case and attention."""
-    found: dict[str, Case] = defaultdict(dict)
+def by_case(rows: Sequence[Row]) -> dict[tuple[str, str], Case]:
+    """Return rows by case and number of threads, and by attention."""
+    found: dict[tuple[str, str], Case] = defaultdict(dict)
     for row in rows:
-        found[row["case"]][row["attention"]] = row
+        found[row["case"], row.get("threads", "")][row["attention"]] = row
     return found
 
 
 def training(rows: Sequence[Row]) -> str:
     """Return speeds, shares and memory of each case."""
     lines: list[list[str]] = []
-    for case, of_case in by_case(rows).items():
+    for (case, threads), of_case in by_case(rows).items():
         cells = [
             _cell(of_case, name, column, "{:.2f}")
             for name in ("eager", "sdpa")
@@ -105,7 +105,6 @@ def training(rows: Sequence[Row]) -> str:
         peaks = [_cell(of_case, name, "peak_mib", "{:.0f}") for name in order]
         deviation = _cell(of_case, "tilegen", "deviation", "{:.1g}")
         over = [", ".join(cells[:2]), ", ".join(cells[2:])]
-        threads = next(iter(of_case.values()))["threads"]
         lines.append([case, threads, speed, *over, ", ".join(shares), ", ".join(peaks), deviation])
     names = (
         "case", "threads", "tokens/s", "over eager: wall, CPU", "over SDPA: wall, CPU",
@@ -118,7 +117,7 @@ def training(rows: Sequence[Row]) -> str:
 def losses(rows: Sequence[Row]) -> str:
     """Return how far losses are from eager attention in fp32."""
     lines: list[list[str]] = []
-    for case, of_case in by_case(rows).items():
+    for (case, _), of_case in by_case(rows).items():
         order = "eager", "sdpa", "tilegen"
         apart = [_cell(of_case, name, "deviation", "{:.2g}") for name in order]
         last = [_cell(of_case, "tilegen", name, "{:.2g}") for name in ("of_sdpa", "noise")]
@@ -130,7 +129,7 @@ def losses(rows: Sequence[Row]) -> str:
 def generation(rows: Sequence[Row]) -> str:
     """Return times to the first token and per token."""
     lines: list[list[str]] = []
-    for case, of_case in by_case(rows).items():
+    for (case, threads), of_case in by_case(rows).items():
         first, each = (_cell(of_case, "tilegen", name, "{:.1f} ms") for name in _TIMES)
         ratios = [
             ", ".join(_cell(of_case, name, f"{what}_over_tilegen", "{:.2f}") for what in _WHAT)
@@ -138,9 +137,10 @@ def generation(rows: Sequence[Row]) -> str:
         ]
         tokens = _cell(of_case, "tilegen", "same_tokens", "{:.0%}")
         error = _cell(of_case, "tilegen", "logits_of_sdpa", "{:.2f}")
-        lines.append([case, first, each, *ratios, tokens, error])
+        lines.append([case, threads, first, each, *ratios, tokens, error])
     names = (
-        "case", "first token", "each", "over eager: first, each", "over SDPA: first, each",
+        "case", "threads", "first token", "each",
+        "over eager: first, each", "over SDPA: first, each",
         "tokens like eager's", "error of logits, of SDPA's",
     )  # fmt: skip
     return markdown(names, lines) if lines else ""
@@ -190,7 +190,8 @@ def sparse(rows: Sequence[Row]) -> str:
 
 def claims(rows: Sequence[Row]) -> str:
     """Return the papers' claims beside what was measured, and the most that Amdahl allows."""
-    cases = by_case(rows)
+    # The most threads come last, and stay.
+    cases = {case: by for (case, _), by in sorted(by_case(rows).items(), key=lambda one: one[0])}
     cells: list[list[str]] = []
     for claim in CLAIMS:
         of_case = cases.get(claim.case, {})

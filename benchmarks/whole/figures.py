@@ -75,7 +75,7 @@ def training(rows: Sequence[Row]) -> Figure:
     by_case: dict[str, dict[str, Row]] = defaultdict(dict)
     for row in rows:
         if row["status"] != "unsupported":
-            by_case[row["case"]][row["attention"]] = row
+            by_case[f"{row['case']}, threads: {row['threads']}"][row["attention"]] = row
     shown = [name for name in STYLES if any(name in case for case in by_case.values())]
     drawn, axis = plt.subplots(figsize=(9.0, 1.2 + 0.62 * len(by_case)))
     height = 0.8 / len(shown)
