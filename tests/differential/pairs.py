@@ -1,8 +1,8 @@
 """Random masks and scores judged pair by pair: `python -m tests.differential.pairs --count 20000`.
 
 Each is a line of Python over tables of all dtypes. PyTorch evaluates it on real tensors of indices,
-masks by `create_mask`; tilegen traces it, evaluates the predicate, and sorts tiles into classes.
-Nothing of tilegen takes part in what is expected.
+masks by `create_mask`; tilegen traces it, evaluates the predicate, sorts tiles into classes, and
+runs some functions in kernels. Nothing of tilegen takes part in what is expected.
 """
 
 from __future__ import annotations
@@ -139,6 +139,8 @@ class Report:
     """Outcomes of random functions."""
 
     judged: int = 0
+    kernels: int = 0
+    """Functions that were run in kernels."""
     refused: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     crashed: list[str] = field(default_factory=list)
@@ -148,7 +150,8 @@ class Report:
     def __str__(self) -> str:
         total = self.judged + sum(self.refused.values())
         lines = [
-            f"{total} functions that PyTorch computes: {self.judged} judged, "
+            f"{total} functions that PyTorch computes: {self.judged} judged "
+            f"({self.kernels} in kernels), "
             f"{sum(self.refused.values())} refused, {len(self.wrong)} wrong, "
             f"{len(self.crashed)} crashed; {1e3 * self.seconds / max(1, total):.1f} ms each",
             *(f"  {count:5} refused: {reason}" for reason, count in self.refused.most_common(20)),
@@ -158,7 +161,9 @@ class Report:
         return "\n".join(lines)
 
 
-def judge(text: str, report: Report, *, is_score: bool, tiles: bool) -> None:
+def judge(
+    text: str, report: Report, *, is_score: bool, tiles: bool = False, kernels: bool = False
+) -> None:
     """Run one function in PyTorch and in tilegen, and note the outcome."""
     function = eval(text, {"torch": torch, **TABLES})
     try:
@@ -168,6 +173,9 @@ def judge(text: str, report: Report, *, is_score: bool, tiles: bool) -> None:
     start = time.perf_counter()
     try:
         wrong = (_wrong_score if is_score else _wrong_mask)(function, expected, tiles)
+        if kernels and not wrong:
+            wrong = _wrong_kernel(function, expected, is_score)
+            report.kernels += 1
     except Unsupported as refusal:
         report.refused[_reason(str(refusal))] += 1
         return
@@ -196,8 +204,11 @@ def _indices() -> tuple[torch.Tensor, ...]:
     )
 
 
-def _scores(function: Callable[..., Any]) -> torch.Tensor:
-    s = torch.linspace(-3, 3, ROWS * COLUMNS).view(ROWS, COLUMNS).expand(BATCH, HEADS, -1, -1)
+LOGITS = torch.linspace(-3, 3, ROWS * COLUMNS).view(ROWS, COLUMNS)
+
+
+def _scores(function: Callable[..., Any], s: torch.Tensor = LOGITS) -> torch.Tensor:
+    s = s.expand(BATCH, HEADS, -1, -1)
     wrapped = function
     for axes in ((0, None, None, None, 0), (0, None, None, 0, None), (0, None, 0, None, None),
                  (0, 0, None, None, None)):  # fmt: skip
@@ -226,10 +237,9 @@ def _wrong_mask(function: Callable[..., Any], expected: torch.Tensor, tiles: boo
 
 def _wrong_score(function: Callable[..., Any], expected: torch.Tensor, _: bool) -> str:
     score = tilegen.score(function)
-    s = torch.linspace(-3, 3, ROWS * COLUMNS).view(ROWS, COLUMNS).expand(BATCH, HEADS, -1, -1)
     b, h, q, k = _indices()
     found = evaluate(
-        score.expression(), score.captured, b=b, h=h, q=q, k=k, s=s, seqlen_q=ROWS,
+        score.expression(), score.captured, b=b, h=h, q=q, k=k, s=LOGITS, seqlen_q=ROWS,
         seqlen_kv=COLUMNS,
     ).expand(expected.shape)  # fmt: skip
     # Scores round nothing to 16 bits, so that they may differ by what that loses.
@@ -237,27 +247,51 @@ def _wrong_score(function: Callable[..., Any], expected: torch.Tensor, _: bool) 
     return "" if close.float().mean() > 0.97 else f"{int((~close).sum())} pairs of {score}"
 
 
+def _wrong_kernel(function: Callable[..., Any], expected: torch.Tensor, is_score: bool) -> str:
+    """Compare attention under a function with a softmax in fp64."""
+    if is_score and not expected.isfinite().all():
+        return ""  # what a softmax makes of such rows is not defined
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (
+        torch.randn(BATCH, HEADS, n, 16, generator=generator) for n in (ROWS, COLUMNS, COLUMNS)
+    )
+    if is_score:
+        q = torch.zeros_like(q)  # the score is then that of 0
+        logits = _scores(function, torch.zeros(ROWS, COLUMNS)).double()
+        found = tilegen.attention(q, k, v, score=tilegen.score(function))
+    else:
+        logits = (q.double() @ k.double().mT / 4).masked_fill(~expected, -torch.inf)
+        found = tilegen.attention(q, k, v, mask=tilegen.predicate(function))
+    weights = logits.softmax(-1).nan_to_num(0)  # rows that see nothing are 0
+    error = (found - weights @ v.double()).abs().max()
+    return "" if error < (2e-2 if is_score else 1e-4) else f"kernels of it, by {float(error):.2g}"
+
+
 def _reason(text: str) -> str:
     words = text.partition(", got")
     return f"{words[0]}{words[1]}{words[2][:40]}" if len(words[0]) < 60 else words[0][:90]
 
 
-def run(seed: int, count: int, *, progress: bool = False) -> Report:
-    """Judge `count` random functions, every fourth a score; tiles of every other mask."""
+def run(seed: int, count: int, *, kernels: int = 0, progress: bool = False) -> Report:
+    """Judge `count` random functions, every fourth a score; tiles of every other mask, and every
+    `kernels`-th in kernels (0: none)."""
     random, report = Random(seed), Report()
     numbers = track(range(count)) if progress else range(count)
     for i in numbers:
         is_score = i % 4 == 3
-        judge(source(random, is_score=is_score), report, is_score=is_score, tiles=i % 2 == 0)
+        in_kernels = bool(kernels) and i % kernels == 0
+        text = source(random, is_score=is_score)
+        judge(text, report, is_score=is_score, tiles=i % 2 == 0, kernels=in_kernels)
     return report
 
 
 def main(
     count: Annotated[int, typer.Option(help="Random functions.")] = 20_000,
     seed: Annotated[int, typer.Option(help="Of the functions.")] = 1,
+    kernels: Annotated[int, typer.Option(help="Run every so many in kernels; 0: none.")] = 10,
 ) -> None:
     """Judge random masks and scores; exit 1 where any is wrong or crashes."""
-    report = run(seed, count, progress=True)
+    report = run(seed, count, kernels=kernels, progress=True)
     print(report)
     raise typer.Exit(1 if report.wrong or report.crashed else 0)
 

@@ -61,10 +61,11 @@ class ScoreForm:
 
     def expression(self) -> Expr:
         """Return the text as an expression, a number in single precision."""
+        from tilegen.masks.language.algebra import real
         from tilegen.masks.language.scores import in_single
         from tilegen.masks.language.texts import from_text
 
-        return in_single(from_text(self.text, self.kinds))
+        return real(in_single(from_text(self.text, self.kinds)))
 
 
 def check_function(score: Any) -> None:

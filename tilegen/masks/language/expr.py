@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from threading import Lock
+from threading import RLock
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -205,7 +205,7 @@ OPERATORS: dict[str, Callable[..., Expr]] = {}
 SPELLING: list[Callable[[Expr], str]] = []
 """The function that writes an expression as text. `texts` fills it."""
 _known: WeakValueDictionary[Any, Expr] = WeakValueDictionary()
-_lock = Lock()
+_lock = RLock()  # reentrant: garbage may be collected while it is held
 
 
 def _key(op: str, dtype: str, args: tuple[Expr, ...], value: Any) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import reduce
+from functools import partial, reduce
 
 from tilegen.errors import Unsupported
 from tilegen.masks.language import algebra
@@ -338,7 +338,8 @@ class Writer:
                 below = f"1.0 + tl.exp({self._inside(algebra.negative(expr.args[0]), LOWEST)})"
                 return self._quotient("1.0", below, expr.dtype)
             case "log1p":
-                return log1p(self.name, source, self._quotient, precise=self._precise), ATOM
+                quotient = partial(self._quotient, dtype=expr.dtype)
+                return log1p(self.name, source, quotient, precise=self._precise), ATOM
             case "sqrt":
                 exactly = self._precise and expr.dtype == "float32"
                 return f"tl.sqrt_rn({source})" if exactly else f"tl.sqrt({source})", ATOM

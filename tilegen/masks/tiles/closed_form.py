@@ -134,17 +134,12 @@ class StreamSets:
         lo: list[Expr] = []
         hi: list[Expr] = [self.length]
         for one in self.dropped:
-            if one.lo is None and one.hi is None and not one.guards:
-                hi.append(ZERO)  # nothing is kept for certain
-                continue
             if one.guards or one.is_bounded:
                 return None
             if one.hi is not None:
                 lo.append(one.hi)
-            elif one.lo is not None:
-                hi.append(one.lo)
-            else:
-                return None
+            else:  # without ends, nothing is kept for certain
+                hi.append(ZERO if one.lo is None else one.lo)
         if len(self.live) != 1:
             return None
         return Interval(maximum(*lo) if lo else None, minimum(*hi))
