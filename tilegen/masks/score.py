@@ -41,8 +41,8 @@ class ScoreForm:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kind of each captured tensor's elements, as look-ups know it."""
-        return tuple(map(kind_of, self.elements))
+        """The kind of each captured tensor's elements; doubles are read in single precision."""
+        return tuple(kind_of(name.replace("float64", "float32")) for name in self.elements)
 
     @property
     def elements(self) -> tuple[str, ...]:
@@ -89,7 +89,7 @@ def parse_score(notation: str) -> ScoreForm:
         raise InvalidProblem(
             f"expected elements such as {', '.join(ELEMENTS)} in a score, got {notation[:200]!r}"
         )
-    if not all(form.kinds[slot].startswith("float") for slot in form.trained):
+    if not all(form.kinds[slot] == "float" for slot in form.trained):
         raise InvalidProblem(
             f"expected gradients of floating-point tensors only, got {notation[:200]!r}"
         )

@@ -108,12 +108,13 @@ class Loads:
         if 0 < len(indices) <= 2 and all(map(_NAMED.fullmatch, indices)):
             name = "_".join(key)
         self._names[key] = name
-        self.found[name] = load = self._made(name, tensor, slot, indices, natural)
+        self.found[name] = load = self._made(name, tensor, lookup, indices, natural)
         return name, load.statements
 
     def _made(
-        self, name: str, tensor: str, slot: int, indices: Sequence[str], natural: Sequence[bool]
+        self, name: str, tensor: str, lookup: Expr, indices: Sequence[str], natural: Sequence[bool]
     ) -> Load:
+        slot = slot_of(lookup)
         flat, conditions, wrapped = "", list[str](), list[str]()
         for axis, (index, is_natural) in enumerate(zip(indices, natural, strict=True)):
             size = f"{tensor}_n{axis}"
@@ -134,7 +135,8 @@ class Loads:
                 flat = index
         element = self._elements[slot]
         to = "tl.float32" if kind_of(element).startswith("float") else "tl.int32"
-        stays = element in _AS_THEY_ARE and slot not in self._narrowed
+        is_rounded = (element, lookup.dtype) == ("float64", "float32")
+        stays = element in _AS_THEY_ARE and slot not in self._narrowed and not is_rounded
         cast = "" if stays else f".to({to})"
         return Load(name, tensor, tuple(wrapped), flat, tuple(conditions), cast)
 

@@ -110,6 +110,8 @@ def _result(
     those it reads in vain. Raises Unsupported."""
     result = tracer.expression(actual(tracer, told))
     kinds = [kind_of(str(table.dtype).removeprefix("torch.")) for table in tracer.read]
+    if is_score:  # reads doubles in single precision
+        kinds = ["float" if kind == "float64" else kind for kind in kinds]
     result = renamed(result, dict(enumerate(zip(range(len(kinds)), kinds, strict=True))))
     if is_score:
         result = merged(in_single(result))
