@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.records import PROBLEM, RECORD, TASK, folder_of, own, place, record
+from tests.records import RECORD, TASK, folder_of, own, place, record
 from tilegen.disk import say_once
 from tilegen.errors import InvalidRecord
 from tilegen.store import Location, TuningRecord, files, list_records, look_up, places, save, why
@@ -89,7 +89,6 @@ CONTENTS: dict[str, tuple[bytes, str]] = {
     "kernel unknown": (edited("kernel", value="__init__"), "kernel must be one of fwd"),
     "kernel a list": (edited("kernel", value=["fwd"]), "kernel must be one of fwd"),
     "problem nonsense": (edited("problem", value="b4 'or 1=1"), "problem: "),
-    "problem not canonical": (edited("problem", value=PROBLEM.key + " "), "canonical form"),
     "problem of no bucket": (
         edited("problem", value="b3 hq32 hkv8 q64 kv64 d128 bf16 causal"),
         "must be that of a bucket",

@@ -115,7 +115,7 @@ def test_symbolic_work_is_done_by_one_thread_at_a_time() -> None:
     assert all(together(work))
 
 
-def test_tracing_proposing_and_rendering_share_one_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_model_takes_the_lock_of_sympy(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
 
     class Counted:
@@ -133,9 +133,13 @@ def test_tracing_proposing_and_rendering_share_one_lock(monkeypatch: pytest.Monk
         lambda: tilegen.score(lambda s, b, h, q, k: 2 * s),
         lambda: tilegen.predicate(lambda b, h, q, k: q > k),
         lambda: tilegen.softcap(3).then(tilegen.softcap(4)),
+        lambda: render(problem, TileConfig(block_m=16, block_n=16)),
+    ):
+        work()
+        assert not taken
+    for work in (
         lambda: propose(KernelTask.of("fwd", problem, h200), top=1),
         lambda: kernels_of(problem, h200),
-        lambda: render(problem, TileConfig(block_m=16, block_n=16)),
     ):
         taken.clear()
         work()

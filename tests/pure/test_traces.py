@@ -162,7 +162,7 @@ def test_changed_attributes_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     model.names["shift"] = 1
     assert text(model) == "3.0*(s+t0[h])+1.0"
     monkeypatch.setattr(Scaled, "kind", 0)
-    assert text(model) == "1"
+    assert text(model) == "0.0*(s+t0[h])+1.0"
     bias = model.bias = torch.nn.Parameter(torch.ones(2))
     monkeypatch.setattr(Scaled, "kind", 1)
     found = score_of(model)

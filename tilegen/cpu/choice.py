@@ -24,6 +24,9 @@ LEAST_SPLIT = 512
 """Keys of the smallest split: joining smaller splits would cost more than they gain."""
 INVARIANT_SPLIT = 1024
 """Keys of a split where a row's bits must not depend on the lengths in its batch."""
+THIN_ROWS, THIN_BYTES = 8, 8 << 10
+"""Rows of tiles whose products read keys where they lie, and the bytes of keys in such a tile. More
+keys took up to 35 % longer on a Zen 5 (benchmarks/results/zen5/exhaustive/fwd_split)."""
 FEW_ROWS, MOST_ROWS = BLOCK_SIZES[0], 64
 """Rows of the smallest tile of a single head, and of the largest tile with several heads. A head
 with fewer rows shares a tile with the other heads of its group."""
@@ -57,7 +60,11 @@ def config_by_rule(problem: AttentionProblem, kernel: Kernel) -> TileConfig:
         shares = -(-BUSY // _programs(problem))
         longest = spec.knobs.split_kv[-1]
         split = min(max(LEAST_SPLIT, problem.seqlen_kv // shares), longest)
-    return replace(config, block_m=_queries(problem), heads=heads, split_kv=split)
+    queries = _queries(problem)
+    if 1 < queries * heads <= THIN_ROWS and not (problem.invariant or problem.page):
+        keys = THIN_BYTES // (problem.head_dim_qk * problem.element_bytes)
+        config = replace(config, block_n=min(max(16, keys), config.block_n))
+    return replace(config, block_m=queries, heads=heads, split_kv=split)
 
 
 def _queries(problem: AttentionProblem) -> int:
