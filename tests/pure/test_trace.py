@@ -15,6 +15,7 @@ from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.masks import predicate
 from tilegen.masks.language.captured import kind_of_tensor
 from tilegen.masks.language.evaluation import evaluate
+from tilegen.masks.language.scores import text_of
 from tilegen.masks.language.texts import from_text, to_text
 from tilegen.masks.tiles.tile_ranges import is_solved
 from tilegen.masks.tracing.trace import trace_mask, trace_score
@@ -275,7 +276,7 @@ def test_a_tensor_takes_one_slot_and_unread_ones_none() -> None:
     assert [tuple(tensor.shape) for tensor in traced.captured] == [(HEADS,), (13,), (), ()]
     assert traced.captured[0] is SLOPES
     assert traced.captured[3] is TEMPERATURE
-    assert to_text(traced.expr) == "s+t0[h]+t1[q]*t2[()]+t0[h]*t3[()]"
+    assert text_of(traced.expr) == "s+t0[h]+t1[q]*t2[()]+t0[h]*t3[()]"
 
 
 def test_an_index_out_of_range_reads_zero() -> None:

@@ -13,7 +13,8 @@ from tilegen.masks.language.algebra import load
 from tilegen.masks.language.captured import free_parts
 from tilegen.masks.language.expr import SEQLEN_KV, SEQLEN_Q, B, Expr, K, Q
 from tilegen.masks.language.rewriting import replaced
-from tilegen.masks.language.texts import from_text, to_text
+from tilegen.masks.language.scores import in_single, text_of
+from tilegen.masks.language.texts import from_text
 from tilegen.masks.score import Score
 from tilegen.masks.tensors import DOCUMENT_AXES, check_axes
 from tilegen.masks.values import Lengths, is_checked
@@ -59,4 +60,4 @@ def _rewritten(text: str, kinds: tuple[str, ...]) -> tuple[str, tuple[str, ...]]
             place = load(len(kinds) + len(wanted), "int", index)
             wanted.append(symbol.value)
             places[symbol] = symbol - place if symbol in (Q, K) else place
-    return to_text(replaced(expr, places)), tuple(wanted)
+    return text_of(in_single(replaced(expr, places))), tuple(wanted)

@@ -41,8 +41,8 @@ class ScoreForm:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kind of each captured tensor's elements; doubles are read in single precision."""
-        return tuple(kind_of(name.replace("float64", "float32")) for name in self.elements)
+        """The kind of each captured tensor's elements, as look-ups know it."""
+        return tuple(map(kind_of, self.elements))
 
     @property
     def elements(self) -> tuple[str, ...]:
@@ -89,7 +89,7 @@ def parse_score(notation: str) -> ScoreForm:
         raise InvalidProblem(
             f"expected elements such as {', '.join(ELEMENTS)} in a score, got {notation[:200]!r}"
         )
-    if not all(form.kinds[slot] == "float" for slot in form.trained):
+    if not all(form.kinds[slot].startswith("float") for slot in form.trained):
         raise InvalidProblem(
             f"expected gradients of floating-point tensors only, got {notation[:200]!r}"
         )
@@ -168,7 +168,7 @@ class Score:
         from tilegen.masks.language.captured import merge, without
         from tilegen.masks.language.expr import S
         from tilegen.masks.language.rewriting import replaced
-        from tilegen.masks.language.texts import to_text
+        from tilegen.masks.language.scores import text_of
 
         if self.sink_logits is not None and other.sink_logits is not None:
             raise InvalidProblem("expected at most one score with sinks, got two")
@@ -190,7 +190,7 @@ class Score:
         derived = (*self.derived, *other.derived)
         read = (*self.captured, *other.captured, *self.unused, *other.unused)
         unused = without(read, captured)
-        return Score(to_text(composed), captured, sinks, tuple(sorted(sizes)), derived, unused)
+        return Score(text_of(composed), captured, sinks, tuple(sorted(sizes)), derived, unused)
 
 
 def softcap(cap: float) -> Score:
@@ -278,11 +278,11 @@ def score(function: Callable[..., Any]) -> Score:
 
 def traced(function: Callable[..., Any]) -> Score:
     """Return the score that a function computes, without keeping the function."""
-    from tilegen.masks.language.texts import to_text
+    from tilegen.masks.language.scores import text_of
     from tilegen.masks.tracing.trace import trace_score
 
     found = trace_score(function)
-    text = to_text(found.expr)
+    text = text_of(found.expr)
     derived = (found.derived,) if found.makes_tensors else ()
     return Score(text, found.captured, derived=derived, unused=found.unused)
 

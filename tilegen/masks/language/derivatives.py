@@ -10,7 +10,6 @@ from tilegen.errors import Unsupported
 from tilegen.masks.language.algebra import (
     add,
     at_most,
-    cast,
     divide,
     equal,
     extreme,
@@ -97,7 +96,7 @@ def _shares(node: Expr, total: Expr) -> list[tuple[Expr, Expr]]:
             keep, then, otherwise = args
             return [(then, where(keep, total, 0.0)), (otherwise, where(keep, 0.0, total))]
         case "cast":
-            return [(args[0], cast(total, args[0].dtype))]
+            return [(args[0], total)]  # a gradient is a float of single precision
         case "floor" | "sign":
             return []
         case "log":

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from tilegen.masks.language.algebra import cast, multiply
-from tilegen.masks.language.expr import Expr, const
+from tilegen.masks.language.algebra import cast, load, multiply
+from tilegen.masks.language.expr import Expr, const, slot_of
 from tilegen.masks.language.rewriting import made, rewritten
+from tilegen.masks.language.texts import to_text
 
 
 def in_single(expr: Expr) -> Expr:
@@ -29,6 +30,20 @@ def in_single(expr: Expr) -> Expr:
                 return made(node, tuple(rewritten(arg, single) for arg in node.args))
 
     return rewritten(expr, single)
+
+
+def text_of(expr: Expr) -> str:
+    """Return the text of a score in single precision. It does not show that doubles are rounded
+    where they are read: `in_single` rounds them again."""
+
+    def plain(node: Expr) -> Expr | None:
+        if node.op != "cast" or node.dtype != "float32" or node.args[0].op != "load":
+            return None
+        element = node.args[0]
+        slot = slot_of(element)
+        return load(slot, "float", *element.args) if element.dtype == "float64" else None
+
+    return to_text(rewritten(expr, plain))
 
 
 def merged(expr: Expr) -> Expr:

@@ -213,6 +213,16 @@ FUNCTIONS = (*UNARY_FUNCTIONS, *_PAIRS, "min", "max", "where")
 """The functions of expressions by their names in texts."""
 
 
+def _scalars(*values: Expr) -> list[Expr]:
+    """Return operands in which numbers beside doubles are doubles, not rounded to single first."""
+    if all(value.dtype != "float64" for value in values):
+        return list(values)
+    return [
+        algebra.number_of(value.value, "float64") if value.is_const and value.is_float else value
+        for value in values
+    ]
+
+
 class _Expressions(Reader):
     """Reads expressions."""
 
@@ -243,7 +253,9 @@ class _Expressions(Reader):
     def call(self, name: str, args: list[ast.expr], depth: int) -> Any:
         if name == "where" and len(args) == 3:
             condition = self.operand(args[0], depth)
-            return algebra.where(condition, *(self._value(arg, depth) for arg in args[1:]))
+            return algebra.where(
+                condition, *_scalars(*(self._value(arg, depth) for arg in args[1:]))
+            )
         if name not in FUNCTIONS:
             raise InvalidProblem(f"expected {', '.join(FUNCTIONS)}, got the function {name!r}")
         arity = len(args) if name in ("min", "max") and args else 2 if name in _PAIRS else 1
@@ -251,7 +263,7 @@ class _Expressions(Reader):
             raise InvalidProblem(f"{name} does not take {len(args)} arguments")
         values = [self._value(arg, depth) for arg in args]
         if name in ("min", "max"):
-            return algebra.extreme(name, *values)
+            return algebra.extreme(name, *_scalars(*values))
         if name in FLOATS and values[0].is_const:
             return algebra.number_of(float(values[0].value), name)
         return _PAIRS[name](*values) if name in _PAIRS else UNARY_FUNCTIONS[name](values[0])
@@ -268,7 +280,8 @@ class _Expressions(Reader):
                 parts = index.elts if isinstance(index, ast.Tuple) else [index]
                 return self._captured(name, [self._value(part, depth) for part in parts])
             case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARE:
-                return _COMPARE[type(op)](self._value(left, depth), self._value(right, depth))
+                sides = _scalars(self._value(left, depth), self._value(right, depth))
+                return _COMPARE[type(op)](*sides)
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 return algebra.negative(self._value(operand, depth))
             case ast.BinOp(op=ast.Mult() | ast.Div()):
@@ -317,6 +330,7 @@ class _Expressions(Reader):
                 terms.append(value if isinstance(op, ast.Add) else algebra.negative(value))
                 continue  # long sums of integers are added up at once
             total = algebra.add(*terms) if len(terms) > 1 else total
+            total, value = _scalars(total, value)
             match op:
                 case ast.Add():
                     total = algebra.add(total, value)

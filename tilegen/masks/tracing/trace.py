@@ -20,7 +20,7 @@ from tilegen.masks.language.captured import rename
 from tilegen.masks.language.elements import kind_of
 from tilegen.masks.language.expr import Expr, captured_slots
 from tilegen.masks.language.rewriting import renamed, replaced
-from tilegen.masks.language.scores import in_single, merged
+from tilegen.masks.language.scores import in_single, merged, text_of
 from tilegen.masks.language.texts import to_text
 from tilegen.masks.tracing.constant import assume_constant_result
 from tilegen.masks.tracing.derived import Derived
@@ -85,7 +85,7 @@ def _text(number: int, told: Any, is_score: bool) -> Any:
     is none."""
     try:
         expr, slots, unused = _result(finished(number), told, is_score)
-        return to_text(expr), slots, unused
+        return (text_of(expr) if is_score else to_text(expr)), slots, unused
     except TilegenError as error:
         return str(error)
 
@@ -110,8 +110,6 @@ def _result(
     those it reads in vain. Raises Unsupported."""
     result = tracer.expression(actual(tracer, told))
     kinds = [kind_of(str(table.dtype).removeprefix("torch.")) for table in tracer.read]
-    if is_score:  # reads doubles in single precision
-        kinds = ["float" if kind == "float64" else kind for kind in kinds]
     result = renamed(result, dict(enumerate(zip(range(len(kinds)), kinds, strict=True))))
     if is_score:
         result = merged(in_single(result))
