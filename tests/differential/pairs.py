@@ -7,6 +7,7 @@ runs some functions in kernels. Nothing of tilegen takes part in what is expecte
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -128,9 +129,9 @@ def _condition(random: Random, depth: int) -> str:
 
 def source(random: Random, *, is_score: bool) -> str:
     """Return the source of a random function."""
-    if is_score:  # scores round nothing to 16 bits
+    if is_score:  # which are computed in single precision
         text = f"lambda s, b, h, q, k: s + {_number(random, random.randint(1, 3))}"
-        return text.replace("bfloat16", "float32").replace("float16", "float32")
+        return re.sub("bfloat16|float16|float64", "float32", text)
     return f"lambda b, h, q, k: {_condition(random, random.randint(1, 3))}"
 
 

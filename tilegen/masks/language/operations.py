@@ -262,8 +262,6 @@ _OTHER: dict[str, Callable[..., Any]] = {
     "add": _added,
     "sub subtract": _subtracted,
     "rsub": lambda input, other, *, alpha=1: _subtracted(other, input, alpha=alpha),
-    # PyTorch's own way, which rounds twice.
-    "rtruediv rdiv": lambda input, other: multiply(divide(1.0, input), other),
     "pow float_power": lambda input, exponent: power(input, exponent),
     "div divide": divided,
     "floordiv floor_divide": lambda input, other: floor_divide(input, other),
