@@ -97,7 +97,7 @@ class Memory:
 def functions(
     problem: AttentionProblem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> dict[str, Callable[[], object]]:
-    """Return what is timed, by provider; tilegen comes first."""
+    """Return the functions to time, by provider; tilegen comes first."""
     rows = q.reshape(1, problem.num_heads_kv, -1, problem.head_dim_qk)
     size = k.nbytes + v.nbytes
     memory = torch.zeros(size // 4)

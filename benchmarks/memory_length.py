@@ -55,7 +55,7 @@ class MemoryRow(Environment):
     bytes_per_token: float | None = None
     """The same over heads and tokens."""
     kept_bytes_per_token: float | None = None
-    """What is kept for the backward beside q, k and v, over heads and tokens."""
+    """Elements kept for the backward beside q, k and v, over heads and tokens."""
     limit_gib: float = 0.0
     detail: str = ""
 

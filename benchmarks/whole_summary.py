@@ -28,7 +28,7 @@ TABLES = "## Tables\n"
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """What a paper says about a whole run, and the case here that is like it."""
+    """A paper's claim about a whole run, and the case here that is like it."""
 
     text: str
     hardware: str
@@ -66,7 +66,7 @@ CLAIMS = (
         hardware="H100", ratio="up to 2.4", case="gpt2 b1 q2048 bf16 documents", over="sdpa",
     ),
 )  # fmt: skip
-"""Of FlashAttention (2022), FlashAttention-2 (2023) and FlexAttention (2024)."""
+"""Claims of FlashAttention (2022), FlashAttention-2 (2023) and FlexAttention (2024)."""
 
 
 def tables(folder: Path) -> dict[str, str]:

@@ -18,7 +18,7 @@ BEAMS, REQUESTS, CHUNK, DRAFTS = 4, 4, 256, 4
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What is generated, without the attention that computes it."""
+    """A case of generation, without the attention that computes it."""
 
     model: str
     way: Way

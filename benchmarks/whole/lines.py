@@ -1,4 +1,4 @@
-"""How memory grows with the length, and time with the share of blocks."""
+"""Growth of memory with the length, and of time with the share of blocks."""
 
 from __future__ import annotations
 

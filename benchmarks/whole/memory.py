@@ -18,7 +18,7 @@ def available() -> int:
 
 
 def in_use(device: str) -> int:
-    """Return what this process has in use, on a GPU what its tensors have [bytes]."""
+    """Return the memory in use by this process, or by tensors on a GPU [bytes]."""
     if device == "cuda":
         return torch.cuda.memory_allocated()
     return _kibibytes("/proc/self/status", "VmRSS") * 1024

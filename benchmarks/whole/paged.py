@@ -31,7 +31,7 @@ class Request:
     """Time to the first token [s]."""
 
     def draft(self, number: int) -> list[int]:
-        """Return what followed the last tokens where they occurred before, `number` at most."""
+        """Return the tokens after an earlier occurrence of the last tokens, at most `number`."""
         seen = self.prompt + self.tokens
         last = seen[-NGRAM:]
         for at in range(len(seen) - NGRAM - 1, -1, -1):
@@ -55,7 +55,7 @@ class Step:
 
 @dataclass(kw_only=True)
 class Served:
-    """What a run gave."""
+    """Results of a run."""
 
     requests: list[Request]
     seconds: float
@@ -147,7 +147,7 @@ def serve(
 
 
 def _new_tokens(request: Request, new: int, chunk: int, drafts: int) -> list[int]:
-    """Return what goes in at a step: a chunk of the prompt, or the last token and drafts."""
+    """Return the input of a step: a chunk of the prompt, or the last token and drafts."""
     if request.waiting:
         return request.waiting[:chunk]
     if len(request.tokens) >= new:  # done; each request has a token in each step

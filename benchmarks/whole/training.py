@@ -19,7 +19,7 @@ LEARNING_RATE = 3e-4
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What is trained, without the attention that computes it."""
+    """A case of training, without the attention that computes it."""
 
     model: str
     batch: int
@@ -28,7 +28,7 @@ class Case:
     """fp32, or bf16 by autocast."""
     features: frozenset[Feature] = frozenset()
     seed: int = 0
-    """Of weights and batches."""
+    """Seed of weights and batches."""
 
     @property
     def key(self) -> str:
