@@ -21,6 +21,7 @@ from tilegen.errors import BuildFailed, Unsupported
 from tilegen.kernels.config import threads_of
 from tilegen.kernels.descriptors import ARCHITECTURES
 from tilegen.model.resources import Resources
+from tilegen.parsing import collection_paused
 
 if TYPE_CHECKING:
     from tilegen.compiling.machine_code.reading import MachineCode
@@ -113,6 +114,17 @@ def compile_for(rendered: RenderedKernel, arch: str, *, line_info: bool = True) 
     from triton import knobs
     from triton.compiler import ASTSource
 
+    class Source(ASTSource):  # type: ignore[misc]
+        """A function that Triton parses here, and in no other step of `triton.compile`."""
+
+        def hash(self) -> str:
+            with collection_paused():
+                return super().hash()
+
+        def make_ir(self, *arguments: Any) -> Any:
+            with collection_paused():
+                return super().make_ir(*arguments)
+
     if rendered.config.descriptors and arch not in ARCHITECTURES:
         raise Unsupported(f"{rendered.function}: {arch} loads nothing through tensor descriptors")
     target = _target(arch)
@@ -124,7 +136,7 @@ def compile_for(rendered: RenderedKernel, arch: str, *, line_info: bool = True) 
         lambda argument: argument[1].startswith(("*", "tensordesc")), rendered.signature
     )
     pointers = [i for i, (_, type_) in enumerate(leading) if type_.startswith("*")]
-    source = ASTSource(
+    source = Source(
         fn=function,
         signature=dict(rendered.signature),
         constexprs={},

@@ -13,6 +13,7 @@ from itertools import takewhile
 from typing import Any
 
 from tilegen.errors import BuildFailed
+from tilegen.parsing import collection_paused
 
 _ARCH = 80
 """sm_80 selects Triton's passes. It has no tensor descriptors, so Triton rewrites loads through
@@ -77,7 +78,8 @@ def ttir_of(source: Source) -> str:
         ir.load_dialects(context)
         backend.load_dialects(context)
         maps = backend.get_codegen_implementation(options), backend.get_module_map()
-        module = parsed.make_ir(target, options, *maps, context)
+        with collection_paused():
+            module = parsed.make_ir(target, options, *maps, context)
         stages: dict[str, Any] = {}
         backend.add_stages(stages, options, parsed.language)
         return str(stages["ttir"](module, {}))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from tilegen.emit.arguments import WIDTH, packed
+from tilegen.parsing import parse_module
 
 SWITCH = "MASKED"
 """The parameter that is a constant, where lines ask for it."""
@@ -71,7 +72,7 @@ def _read(body: str) -> list[str]:
     """Return the names that lines read before they assign them, in the order of their use."""
     names: dict[str, None] = {}
     assigned: set[str] = set()
-    for node in _in_order(ast.parse(body)):
+    for node in _in_order(parse_module(body)):
         if isinstance(node.ctx, ast.Store):
             assigned.add(node.id)
         elif node.id not in assigned and not _is_global(node.id):

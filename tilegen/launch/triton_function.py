@@ -17,6 +17,7 @@ import torch
 
 from tilegen.kernels.config import TileConfig
 from tilegen.launch.launcher import Run, Unfamiliar
+from tilegen.parsing import collection_paused
 
 MAX_INT = 2**31
 _NEEDED = ("run", "function", "packed_metadata", "launch_metadata")
@@ -65,7 +66,8 @@ class TritonFunction:
         with self._lock:
             if kind not in self._known:
                 try:
-                    compiled = self._jitted.warmup(*arguments, grid=(grid,), **self._options)
+                    with collection_paused():
+                        compiled = self._jitted.warmup(*arguments, grid=(grid,), **self._options)
                     self._known[kind] = _run_of(compiled)
                 except (AttributeError, TypeError) as error:
                     raise Unfamiliar(str(error)) from error

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, Literal, cast, get_args
 
 from tilegen.errors import InvalidProblem
-from tilegen.masks.language.reader import Reader, parsed
+from tilegen.masks.language.reader import Reader
 from tilegen.masks.mask import Causal, Full, Mask, intersect, sliding_window, unite
 from tilegen.masks.tree import Tree
 from tilegen.masks.usual import (
@@ -24,6 +24,7 @@ from tilegen.masks.usual import (
     Unlisted,
 )
 from tilegen.masks.values import AXES, Alignment, Kind, Pattern, Values, check_number
+from tilegen.parsing import parse_expression
 
 MAX_TREE = 2**14
 """Most drafted tokens of a tree."""
@@ -65,7 +66,7 @@ class _Masks(Reader):
     def whole(self, text: str) -> Any:
         if _FOREIGN.search(text.strip()):
             raise SyntaxError
-        return self.operand(parsed(_TOKEN.sub(_as_python, text.strip())), 0)
+        return self.operand(parse_expression(_TOKEN.sub(_as_python, text.strip())), 0)
 
     def leaf(self, value: Any, *, is_name: bool) -> Any:
         if is_name and value not in get_args(Alignment):

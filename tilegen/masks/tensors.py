@@ -15,6 +15,7 @@ from tilegen.masks.mask import Mask
 from tilegen.masks.score import Score
 from tilegen.masks.shapes import Shape
 from tilegen.masks.values import Made, has_values
+from tilegen.parsing import parse_module
 
 
 def tensors_of(mask: Mask, shape: Shape, device: torch.device) -> tuple[torch.Tensor, ...]:
@@ -110,7 +111,7 @@ def _wrong_size(what: str, needed: int, along: str, size: int) -> InvalidProblem
 def _whole_axes(text: str) -> tuple[tuple[int, int, str], ...]:
     """Return (slot, axis, name) of what a score looks up by h or b alone."""
     found: list[tuple[int, int, str]] = []
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parse_module(text)):
         match node:
             case ast.Subscript(value=ast.Name(id=table), slice=index):
                 parts = index.elts if isinstance(index, ast.Tuple) else [index]

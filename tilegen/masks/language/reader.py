@@ -4,30 +4,11 @@ says what a text may hold, and nothing is run."""
 from __future__ import annotations
 
 import ast
-import contextlib
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from threading import Lock
 from typing import Any, ClassVar
 
 from tilegen.errors import InvalidProblem, TilegenError
-
-_parsing = Lock()
-MAX_TRIES = 100
-
-
-def parsed(text: str) -> ast.expr:
-    """Parse an expression of Python. Raises SyntaxError.
-
-    CPython 3.11 counts the depth of the trees of all threads together, and fails where two of them
-    make trees at a time: this module never does, and Triton's trees are waited for.
-    """
-    for _ in range(MAX_TRIES):
-        with _parsing, contextlib.suppress(SystemError):
-            return ast.parse(text, mode="eval").body
-        time.sleep(0.001)
-    raise SyntaxError("the parser of Python failed")
 
 
 class Reader(ABC):

@@ -18,7 +18,8 @@ from tilegen.masks.language.algebra import load
 from tilegen.masks.language.expr import FLOATS, INTEGERS, SPELLING, SYMBOLS, Expr, const, slot_of
 from tilegen.masks.language.functions import ELEMENTARY
 from tilegen.masks.language.integers import BITS, as_coefficient
-from tilegen.masks.language.reader import Reader, chain, parsed
+from tilegen.masks.language.reader import Reader, chain
+from tilegen.parsing import parse_expression
 
 MAX_TEXT = 2**15
 MAX_DEPTH = 64
@@ -239,7 +240,7 @@ class _Expressions(Reader):
         self._kinds = kinds
 
     def whole(self, text: str) -> Any:
-        return self.read(parsed(text), 0)
+        return self.read(parse_expression(text), 0)
 
     def leaf(self, value: Any, *, is_name: bool) -> Any:
         if is_name and value in _NAMED:
