@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ast
 import gc
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from threading import Lock
 
@@ -32,7 +32,7 @@ def parse_expression(text: str) -> ast.expr:
 
 
 @contextmanager
-def collection_paused() -> Iterator[None]:
+def collection_paused() -> Generator[None]:
     """Pause garbage collection in the process until the last thread leaves this context.
 
     Wrap Triton's front end in it: Triton calls `ast.parse` directly, and a function whose parse

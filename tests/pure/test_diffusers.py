@@ -20,6 +20,7 @@ from tilegen.check.reference import dense_mask  # noqa: E402
 from tilegen.errors import InvalidProblem, Unsupported  # noqa: E402
 from tilegen.integrations import diffusers as integration  # noqa: E402
 from tilegen.integrations import given  # noqa: E402
+from tilegen.masks import snapshots  # noqa: E402
 
 NATIVE = attention_dispatch.AttentionBackendName.NATIVE
 TOLERANCE = 512 * torch.finfo(torch.float32).eps
@@ -159,7 +160,7 @@ def kept_of(mask: torch.Tensor) -> torch.Tensor:
 def test_what_changes_a_mask_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     dropped = torch.full((1, 5, 5), -torch.inf)
     for looked_at in (True, False):  # as on a CPU, and as on a GPU
-        monkeypatch.setattr(given, "is_checked", lambda _, seen=looked_at: seen)
+        monkeypatch.setattr(snapshots, "is_checked", lambda _, seen=looked_at: seen)
         mask = torch.zeros(1, 5, 5)
         assert kept_of(mask).all()
         mask[0, 0] = -torch.inf

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.listed_masks import SAME_DOCUMENT, shape_of
 from tilegen.errors import Unsupported
+from tilegen.masks import snapshots
 from tilegen.masks.language.algebra import equal
 from tilegen.masks.language.expr import K, Q
 from tilegen.masks.mask import Side
@@ -53,7 +54,7 @@ def test_a_modified_tensor_gives_new_lists() -> None:
 
 def test_other_elements_give_new_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where elements are not looked at, as on a GPU."""
-    monkeypatch.setattr(tile_lists, "is_checked", lambda _: False)
+    monkeypatch.setattr(snapshots, "is_checked", lambda _: False)
     cache, ids = ListCache(), torch.arange(64) // 10
     before = rows(cache, SAME_DOCUMENT, ids)
     assert rows(cache, SAME_DOCUMENT, ids) is before

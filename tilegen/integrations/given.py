@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from tilegen.bounded_cache import BoundedCache
 from tilegen.integrations import tables
 from tilegen.masks import score as scores
 from tilegen.masks.made import is_traced
 from tilegen.masks.mask import Mask
 from tilegen.masks.score import Score
-from tilegen.masks.values import is_captured, is_checked
+from tilegen.masks.snapshots import TensorCache
+from tilegen.masks.values import is_captured
 
 MAX_MASKS = 4
 """Masks of tensors cached for further layers of a forward that pass the same tensors. Each may be
@@ -36,28 +36,17 @@ def of_tensor(given: torch.Tensor, batch: int, lengths: tuple[int, int]) -> Give
     A bool tensor keeps pairs. A floating tensor is added to their scores; -inf or the lowest number
     of its dtype drops them.
     """
-    # Inference tensors have no version, and a CUDA graph would replay masks of an earlier call.
-    if given.requires_grad or is_traced() or given.is_inference() or is_captured(given.device):
+    # A CUDA graph would replay masks of an earlier call. Views of inference tensors have no base.
+    if given.requires_grad or is_traced() or is_captured(given.device) or given.is_inference():
         return _of_tensor(given, batch, lengths)
-    # Views have the version of their base, except those through `.data`, which have their own.
+    # Each layer passes another view, of the same base.
     base = given if given._base is None else given._base
-    view = (id(base), given.data_ptr(), given.shape, given.stride(), given.dtype, given.device)
-    key = (*view, given._version, batch, lengths)
-
-    def make() -> _Kept:
-        elements = given.detach().clone() if is_checked(given) else None
-        # Keeping the base reserves its id. Keeping an alias reserves its memory, even if `.data`
-        # is reassigned.
-        return _of_tensor(given, batch, lengths), elements, (base, given.detach())
-
-    mask, elements, _ = _masks.get(key, make)
-    if elements is not None and not elements.equal(given):  # changed by numpy or `.data`
-        return _of_tensor(given, batch, lengths)
-    return mask
+    alias = given.detach()  # the mask must not hold the base, with which the entry is dropped
+    key = (given.shape, given.stride(), given.storage_offset(), given.dtype, batch, lengths)
+    return _masks.get(key, (base,), lambda: _of_tensor(alias, batch, lengths), views=(given,))
 
 
-_Kept = tuple[Given, torch.Tensor | None, tuple[torch.Tensor, torch.Tensor]]
-_masks: BoundedCache[Any, _Kept] = BoundedCache(MAX_MASKS)
+_masks: TensorCache[Given] = TensorCache(MAX_MASKS)
 
 
 def _of_tensor(given: torch.Tensor, batch: int, lengths: tuple[int, int]) -> Given:

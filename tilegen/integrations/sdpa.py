@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakIdKeyDictionary
 
 from tilegen.calls.attention import attention
 from tilegen.disk import say_once
@@ -17,7 +16,11 @@ from tilegen.integrations import tables, windows
 from tilegen.integrations.given import is_mask
 from tilegen.masks.made import is_traced, made_once
 from tilegen.masks.score import Score, bias
+from tilegen.masks.snapshots import TensorCache
 from tilegen.runtime.call import shown
+
+MAX_MASKS = 64
+"""Masks of bool tensors cached for further layers."""
 
 
 def scaled_dot_product_attention(
@@ -113,21 +116,28 @@ def _explicit(
 
 
 def _of_bool(attn_mask: torch.Tensor, batch: int, leading: Sequence[int]) -> Mapping[str, Any]:
-    """Return the arguments for a bool tensor. Its mask is cached while the tensor is in place."""
-    place = None
-    if not is_traced():
-        many = tuple(leading) if len(leading) > 1 else ()
-        place = attn_mask.data_ptr(), attn_mask.shape, attn_mask.stride(), many
-        known = _masks.get(attn_mask)
-        if known is not None and known[0] == place:
-            return {"mask": known[1]}
+    """Return the arguments for a bool tensor. All layers share the mask of one tensor."""
+    if is_traced():
+        return _of_table(_table(attn_mask.detach(), leading), batch)
+    many = tuple(leading) if len(leading) > 1 else ()
+    known = _masks.get((many, batch), (attn_mask,), lambda: _aliased(attn_mask, batch, leading))
+    return known or _of_table(_table(attn_mask.detach(), leading), batch)
+
+
+def _aliased(
+    attn_mask: torch.Tensor, batch: int, leading: Sequence[int]
+) -> Mapping[str, Any] | None:
+    """Return the arguments for a bool tensor if they read the tensor's own memory at each call."""
     table = _table(attn_mask.detach(), leading)
+    # A copy, and what is computed from elements now, would miss later changes.
+    is_alias = table.data_ptr() == attn_mask.data_ptr() and 1 not in table.shape[-2:]
+    return _of_table(table, batch) if is_alias else None
+
+
+def _of_table(table: torch.Tensor, batch: int) -> Mapping[str, Any]:
     if 1 in table.shape[-2:]:
         return _by_row_or_column(table, batch)
-    mask = tables.dense(table)
-    if place is not None and table.data_ptr() == place[0]:  # a copy would miss later changes
-        _masks[attn_mask] = place, mask
-    return {"mask": mask}
+    return {"mask": tables.dense(table)}
 
 
 @made_once
@@ -139,9 +149,7 @@ def _check_sizes(sizes: tuple[int, ...], needed: tuple[int, ...]) -> None:
         raise InvalidProblem(f"attn_mask must broadcast to {needed}, got {tuple(sizes)}")
 
 
-_masks: Any = WeakIdKeyDictionary()
-"""Masks by the bool tensor of the user, with the place of its elements; all layers share a mask.
-Each mask reads an alias of its tensor, so it keeps no object of the user alive."""
+_masks: TensorCache[Mapping[str, Any] | None] = TensorCache(MAX_MASKS, elements=False)
 
 
 def _table(tensor: torch.Tensor, leading: Sequence[int]) -> torch.Tensor:

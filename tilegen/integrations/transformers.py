@@ -15,7 +15,6 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from tilegen.bounded_cache import BoundedCache
 from tilegen.calls.attention import attention
 from tilegen.calls.flex import from_block_mask
 from tilegen.disk import say_once
@@ -26,6 +25,7 @@ from tilegen.integrations.model_masks import ModelMask, model_mask
 from tilegen.masks.made import is_traced
 from tilegen.masks.mask import Causal, Mask, causal, full
 from tilegen.masks.packed import packed
+from tilegen.masks.snapshots import TensorCache
 from tilegen.masks.values import Alignment
 from tilegen.runtime.call import shown
 
@@ -183,12 +183,17 @@ def _documents(cu_q: Any, cu_kv: Any, inside: Mask, query: torch.Tensor) -> Mask
     tokens = query.shape[2]
     if is_traced():
         return packed(cu_q, cu_kv, inside, tokens=tokens)
-    key = (id(cu_q), id(cu_kv), inside, tokens.bit_length())
-    # The cache keeps the tensors too, so that no other tensor gets their ids.
-    return _masks.get(key, lambda: (packed(cu_q, cu_kv, inside, tokens=tokens), cu_q, cu_kv))[0]
+
+    def make() -> Mask:
+        alias_q = cu_q.detach()
+        alias_kv = alias_q if cu_kv is cu_q else cu_kv.detach()
+        return packed(alias_q, alias_kv, inside, tokens=tokens)
+
+    return _masks.get((inside, tokens.bit_length()), (cu_q, cu_kv), make)
 
 
-_masks: BoundedCache[Any, tuple[Any, ...]] = BoundedCache(MAX_MASKS)
+# A mask of packed documents reads the elements at each call.
+_masks: TensorCache[Mask] = TensorCache(MAX_MASKS, elements=False)
 
 
 def _warn_of_lost_documents(

@@ -12,6 +12,19 @@ from tilegen.masks.mask import Mask
 from tilegen.masks.shapes import Shape
 
 
+@dataclass(frozen=True)
+class Restriction:
+    """Blocks that are kept as a whole, and blocks in which another mask decides. Reads no tensor of
+    the BlockMask, nor of the other mask."""
+
+    whole: Mask
+    partial: Mask
+
+    def of(self, inside: Mask) -> Mask:
+        """Restrict a mask."""
+        return self.whole | (self.partial & inside)
+
+
 @dataclass(frozen=True, eq=False)
 class Blocks:
     """Blocks that are visited, as lists for each row of blocks."""
@@ -26,18 +39,23 @@ class Blocks:
     """Rows and columns of a block."""
 
     def mask(self, inside: Mask, lengths: tuple[int, int]) -> Mask:
-        """Restrict a mask to the blocks, at these lengths of a call. A mask that visits exactly
-        these blocks, as those of `create_block_mask`, is returned as it is."""
+        """Restrict a mask to the blocks, at these lengths of a call."""
+        restriction = self.restriction(inside, lengths)
+        return inside if restriction is None else restriction.of(inside)
+
+    def restriction(self, inside: Mask, lengths: tuple[int, int]) -> Restriction | None:
+        """Return the restriction to the blocks; None if `inside` visits exactly these blocks
+        already, as masks of `create_block_mask` do."""
         partial, whole = self._layouts()
         if self._same(inside, partial | whole, whole, lengths):
-            return inside
+            return None
         rows, columns = self.sides
         side = math.gcd(rows, columns)
         whole, partial = (
-            one.repeat_interleave(rows // side, -2).repeat_interleave(columns // side, -1)
-            for one in (whole, partial)
+            layout.repeat_interleave(rows // side, -2).repeat_interleave(columns // side, -1)
+            for layout in (whole, partial)
         )
-        return block_sparse(whole, side) | (block_sparse(partial, side) & inside)
+        return Restriction(block_sparse(whole, side), block_sparse(partial, side))
 
     def _layouts(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return which blocks are partial and which are whole, bool (batch, heads, rows,

@@ -12,22 +12,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
 from typing import Any
-from weakref import ref
 
 import torch
-from cachetools import LRUCache
 
 from tilegen.bounded_cache import BoundedCache
 from tilegen.errors import InvalidProblem
 from tilegen.launch.changes import Changes, Pages
-from tilegen.masks.blocks import Blocks
+from tilegen.masks.blocks import Blocks, Restriction
 from tilegen.masks.constructors import tree
 from tilegen.masks.dropout import Dropout
-from tilegen.masks.kinds import FULL, kind_of_mask
+from tilegen.masks.kinds import FULL, MaskKind, kind_of_mask
 from tilegen.masks.mask import Mask, intersect, unite, with_values
 from tilegen.masks.notation import parse_mask
 from tilegen.masks.packed import of_ids, packed
 from tilegen.masks.score import Score
+from tilegen.masks.snapshots import TensorCache
 from tilegen.masks.values import UNKNOWN, Values, typical_of
 
 MAX_KNOWN = 512
@@ -155,25 +154,26 @@ _masks: BoundedCache[Any, Mask] = BoundedCache(MAX_KNOWN)
 
 
 def _of_blocks(spec: Any, tensors: Tensors, lengths: tuple[int, int]) -> Mask:
-    """Build the mask of a BlockMask, or return the cached mask if its tensors are unchanged."""
+    """Build the mask of a BlockMask, whose blocks are read again when a tensor changed."""
     _, places, sides, inner = spec
     inside = _filled_mask(inner, tensors, lengths)
     counts, indices, *whole = (tensors[i] for i in places)
-    now = repr(spec), lengths, *(x.is_inference() or x._version for x in tensors)
-    known = _blocks.get(id(indices))
-    same = known is not None and all(
-        reference() is tensor for reference, tensor in zip(known[0], tensors, strict=True)
-    )
-    if known is None or not same or known[1] != now:
-        blocks = Blocks(counts, indices, (whole[0], whole[1]) if whole else None, tuple(sides))
-        mask = blocks.mask(inside, lengths)
-        # If the mask_mod alone gives the mask, the cache must not keep its tensors alive.
-        held = None if mask is inside else mask
-        known = _blocks[id(indices)] = tuple(map(ref, tensors)), now, held
-    return inside if known[2] is None else known[2]
+    blocks = Blocks(counts, indices, (whole[0], whole[1]) if whole else None, tuple(sides))
+
+    def make() -> tuple[Restriction, MaskKind] | None:
+        restriction = blocks.restriction(inside, lengths)
+        return restriction and (restriction, kind_of_mask(restriction.of(inside)))
+
+    cached = _restrictions.get((repr(spec), lengths), tensors, make)
+    if cached is None:
+        return inside
+    restriction, kind = cached
+    mask = restriction.of(inside)
+    vars(mask)["_kind"] = kind
+    return mask
 
 
-_blocks: LRUCache[int, tuple[Any, Any, Mask | None]] = LRUCache(MAX_BLOCK_MASKS)
+_restrictions: TensorCache[tuple[Restriction, MaskKind] | None] = TensorCache(MAX_BLOCK_MASKS)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -9,23 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from threading import Lock, RLock
-from weakref import ref
+from dataclasses import dataclass, replace
 
 import torch
-from cachetools import LRUCache
 
 from tilegen.disk import say_once
 from tilegen.errors import Unsupported
 from tilegen.masks.language.expr import Expr
 from tilegen.masks.mask import Side
 from tilegen.masks.shapes import TiledShape
+from tilegen.masks.snapshots import TensorCache
 from tilegen.masks.tiles.tile_classes import TileClasses, classify, distinguished
-from tilegen.masks.values import is_captured, is_checked
-
-State = torch.Tensor | tuple[int, int] | None
-"""State of a tensor: its elements, or its version and address, or nothing that would tell."""
+from tilegen.masks.values import is_captured
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,32 +109,15 @@ def every_tile(shape: TiledShape, side: Side, device: torch.device) -> TileLists
     return TileLists(tiles=tiles, starts=ends, batch=1, heads=1, num_stationary=stationary)
 
 
-@dataclass
-class _Entry:
-    sources: tuple[ref[torch.Tensor], ...]
-    """The tensors that the lists depend on: the entry is dropped when one of them dies."""
-    lock: Lock = field(default_factory=Lock)
-    """The lock that is held while the lists are built, so that threads build them once."""
-    lists: TileLists | None = None
-    states: tuple[State, ...] = ()
-    """The states of the sources when the lists were built, as `_state` returns them."""
-
-
 class ListCache:
     """Lists of tiles by predicate, the tensors behind its tables (the very objects), lengths, tile
-    shape, side and device; built again when such a tensor was changed in place.
-
-    May be used from many threads. Entries die with a tensor, and the least recently used when there
-    are too many.
-    """
+    shape, side and device, in a `TensorCache`."""
 
     def __init__(self, capacity: int = 64) -> None:
-        self._entries: LRUCache[Hashable, _Entry] = LRUCache(capacity)
-        # Reentrant: a tensor may die, and its entries with it, while this thread holds the lock.
-        self._lock = RLock()
+        self._lists: TensorCache[TileLists] = TensorCache(capacity)
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._lists)
 
     def get(
         self,
@@ -165,34 +143,17 @@ class ListCache:
         if sources and is_captured(device):
             say_once("a CUDA graph visits every tile of masks that lists of tiles are made for")
             return every_tile(shape, side, device)
-        key = (keep, origin, tuple(map(id, sources)), shape, device, side)
-        entry = self._entry(key, sources)
-        with entry.lock:
-            if entry.lists is None or not all(map(_is_unchanged, sources, entry.states)):
-                if is_captured(device):
-                    raise Unsupported(
-                        "lists of tiles cannot be made while a CUDA graph is captured: make the "
-                        "call once before"
-                    )
-                states = tuple(map(_state, sources))
-                lists = build(keep, captured, shape, device=device, side=side)
-                if allocates_from_pools(device):
-                    lists = outside_of_pools(lists)
-                entry.lists, entry.states = lists, states  # together: a build may fail
-            return entry.lists
 
-    def _entry(self, key: Hashable, sources: Sequence[torch.Tensor]) -> _Entry:
-        with self._lock:
-            entry = self._entries.get(key)
-            if entry is None:
+        def make() -> TileLists:
+            if is_captured(device):
+                raise Unsupported(
+                    "lists of tiles cannot be made while a CUDA graph is captured: make the "
+                    "call once before"
+                )
+            lists = build(keep, captured, shape, device=device, side=side)
+            return outside_of_pools(lists) if allocates_from_pools(device) else lists
 
-                def forget(_: ref[torch.Tensor]) -> None:
-                    with self._lock:
-                        self._entries.pop(key, None)
-
-                entry = _Entry(tuple(ref(tensor, forget) for tensor in sources))
-                self._entries[key] = entry
-            return entry
+        return self._lists.get((keep, origin, shape, device, side), sources, make)
 
 
 def allocates_from_pools(device: torch.device) -> bool:
@@ -216,18 +177,3 @@ def outside_of_pools(lists: TileLists) -> TileLists:
 
     with ThreadPoolExecutor(1, thread_name_prefix="tilegen-lists") as thread:
         return thread.submit(copied).result()
-
-
-def _state(tensor: torch.Tensor) -> State:
-    """Return the state of a tensor, in which a later change shows; None where no change would
-    show."""
-    if is_checked(tensor):  # changes through `.data` or numpy leave the version as it is
-        return tensor.detach().clone()
-    # `tensor.data = other` leaves the version as it is, too.
-    return None if tensor.is_inference() else (tensor._version, tensor.data_ptr())
-
-
-def _is_unchanged(tensor: torch.Tensor, state: State) -> bool:
-    if is_checked(tensor):
-        return isinstance(state, torch.Tensor) and torch.equal(tensor, state)
-    return isinstance(state, tuple) and state == _state(tensor)

@@ -2,7 +2,7 @@
 fingerprint of its function is the same.
 
 A function is remembered if all that it reads is understood: numbers and texts by value, lists and
-dicts by what they hold, tensors by identity and metadata, functions by their closure, defaults and
+dicts by what they hold, tensors by identity and place, functions by their closure, defaults and
 the globals they name, objects of Python classes by the attributes that the functions name. Whoever
 reads anything else (arrays, caches, queues, attributes by computed names), or asks a tensor for its
 elements while it is traced, is traced at each call.
@@ -32,10 +32,10 @@ import numpy as np
 import torch
 from cachetools import LRUCache
 
+from tilegen.masks.snapshots import Snapshot
+
 T = TypeVar("T")
 MAX_TRACES = 512
-MAX_COMPARED = 2**20
-"""Most elements of a tensor without a version that are compared at each call."""
 _FOREIGN = frozenset({"builtins", "functools", "math", "numpy", "operator", "sympy", "torch"})
 """Packages whose globals no user changes."""
 
@@ -107,6 +107,7 @@ class Traces(Generic[T]):
             if (known := self._known.get(key)) and known[0]() is anchor and known[1] == found:
                 return known[2]
         before = _looks
+        settle(found)
         made = self._make(owner)
 
         def forget(gone: ref[Any]) -> None:
@@ -145,24 +146,37 @@ class _Same:
     __hash__ = None  # type: ignore[assignment]
 
 
-@dataclass(frozen=True, eq=False)
-class _Elements:
-    """The elements of a tensor under inference mode, whose changes PyTorch does not count."""
+class _State:
+    """The state of a tensor, compared with the state of the same tensor at another time."""
 
-    held: torch.Tensor
+    def __init__(self, tensor: torch.Tensor, elements: bool) -> None:
+        self._elements = elements
+        self._tensor: torch.Tensor | None = tensor
+        self._snapshot: Snapshot | None = None
+
+    def settle(self) -> None:
+        """Record the state, and hold the tensor no longer."""
+        if self._tensor is not None:
+            self._snapshot = Snapshot.of(self._tensor, elements=self._elements)
+            self._tensor = None
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Elements):
-            return False
-        is_captured = self.held.is_cuda and torch.cuda.is_current_stream_capturing()
-        return is_captured or torch.equal(self.held, other.held)  # a capture may not wait
+        """Compare a recorded state with the tensor as it is now."""
+        return (
+            isinstance(other, _State)
+            and self._snapshot is not None
+            and other._tensor is not None
+            and self._snapshot.is_current(other._tensor, elements=self._elements)
+        )
 
     __hash__ = None  # type: ignore[assignment]
 
 
 def fingerprint(roots: tuple[Any, ...], *, by_elements: bool = False) -> list[Any]:
-    """List the values that callables read, and the versions of tensors where elements count.
-    Fingerprints are equal while all values are the same, and keep no object alive."""
+    """List the values that callables read, and the elements of tensors with `by_elements`.
+
+    A fingerprint that is settled equals a later fingerprint while all values are the same.
+    """
     reader = _Reader(by_elements)
     for root in roots:
         reader.value(root)
@@ -170,6 +184,13 @@ def fingerprint(roots: tuple[Any, ...], *, by_elements: bool = False) -> list[An
             reader.value(type(root).forward)
     reader.attributes()
     return reader.facts
+
+
+def settle(facts: list[Any]) -> None:
+    """Record the state of the tensors in a fingerprint, which then keeps no object alive."""
+    for fact in facts:
+        if isinstance(fact, _State):
+            fact.settle()
 
 
 class _Reader:
@@ -203,21 +224,10 @@ class _Reader:
             self.value(part)
 
     def _tensor(self, tensor: torch.Tensor) -> None:
-        metadata = (tensor.dtype, tensor.shape, tensor.device, tensor.requires_grad)
-        self.facts.append((_Same.as_(tensor), metadata))
-        if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided:
-            self.facts.append(tensor.data_ptr())  # which `tensor.data = other` changes
+        self.facts += [_Same.as_(tensor), tensor.requires_grad, _State(tensor, self._by_elements)]
         if vars(tensor) and id(tensor) not in self._seen:
             self._seen.add(id(tensor))
             self._objects.append(tensor)
-        if not self._by_elements:
-            return
-        if not tensor.is_inference():
-            self.facts.append(tensor._version)
-        elif tensor.numel() <= MAX_COMPARED:
-            self.facts.append(_Elements(tensor.clone()))
-        else:
-            self._unknown()
 
     def _parts(self, value: Any) -> Iterator[Any]:
         """Yield what a value reads or holds; here ends what is understood."""

@@ -120,7 +120,8 @@ class Tracer:
                 return self._in_place(name, function, args[:1], options)
         kwargs = {key: value for key, value in kwargs.items() if key not in _PLACEMENT}
         if name in ("rtruediv", "rdiv"):  # PyTorch's own way, which rounds twice
-            return self.apply(torch.mul, (self.apply(torch.reciprocal, args[:1], {}), args[1]), {})
+            inverse = self.apply(torch.reciprocal, args[:1], {})
+            return self.apply(torch.mul, (inverse, *args[1:]), {})
         if name not in OPERATIONS and reflected in OPERATIONS:  # `2 ** q` is __rpow__ of q
             # PyTorch's function takes them as they are, and `pow` the other way round.
             kinds = kinds_of(reflected, function, args, kwargs)
