@@ -120,6 +120,7 @@ class tl:  # noqa: N801
     sqrt = sqrt_rn
     abs = staticmethod(lambda x: Tile(Tile.of(x).abs()))
     div_rn = staticmethod(_binary(torch.div))
+    fma = staticmethod(lambda x, y, z: x * y + z)
 
     class PropagateNan:
         ALL = "all"

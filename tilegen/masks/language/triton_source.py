@@ -15,6 +15,7 @@ from functools import partial, reduce
 
 from tilegen.errors import Unsupported
 from tilegen.masks.language import algebra
+from tilegen.masks.language.exactness import exact_parts, separate_products
 from tilegen.masks.language.expr import PAIR, Expr, S
 from tilegen.masks.language.functions import ELEMENTARY
 from tilegen.masks.language.integer_bounds import Sizes
@@ -73,6 +74,8 @@ class Writer:
         self._shared: set[Expr] = set()
         self._named: dict[Expr, str] = {}
         self._written: dict[str, str] = {}
+        self._exact: frozenset[Expr] = frozenset()
+        self._separate: frozenset[Expr] = frozenset()
 
     def sources(self, exprs: Mapping[str, Expr]) -> dict[str, str]:
         """Write the statements that expressions share, and return the source of each expression: a
@@ -85,6 +88,8 @@ class Writer:
             for expr, times in uses.items()
             if times > 1 and expr.args and expr.op not in ("load", "cast")
         }
+        self._exact = exact_parts(exprs.values())
+        self._separate = separate_products(self._exact)
         return {
             name: self._inside(expr, LOWEST) if expr.is_condition else self._float(expr, LOWEST)
             for name, expr in exprs.items()
@@ -169,10 +174,10 @@ class Writer:
                 return self._float_product(expr)
             case "div":
                 above, below = (self._inside(arg, PRODUCT) for arg in args)
-                return self._quotient(above, below, expr.dtype)
+                return self._quotient(above, below, expr)
             case "power":
                 spell = self._speller(expr) if expr.is_int else self._inside
-                return self._repeated(self.name(spell(args[0], LOWEST)), expr.value), PRODUCT
+                return self._repeated(expr, self.name(spell(args[0], LOWEST))), PRODUCT
             case "pow":
                 return self._general_power(expr), ATOM
             case "floordiv":
@@ -238,13 +243,15 @@ class Writer:
     def _float_product(self, expr: Expr) -> tuple[str, int]:
         spell = self._beside(expr)
         left, right = expr.args
+        if expr in self._separate:
+            return _separate(*sorted(self._inside(arg, LOWEST) for arg in expr.args)), ATOM
         if left.is_const or left.op == "mul":
             return f"{spell(left, PRODUCT)} * {spell(right, UNARY)}", PRODUCT
         return " * ".join(sorted(spell(arg, UNARY) for arg in expr.args)), PRODUCT
 
-    def _quotient(self, above: str, below: str, dtype: str = "float32") -> tuple[str, int]:
+    def _quotient(self, above: str, below: str, expr: Expr) -> tuple[str, int]:
         """Return a quotient of floats, which Triton's `/` may round wrongly."""
-        if self._precise and dtype == "float32":
+        if self._is_exact(expr):
             return f"tl.div_rn({above}, {below})", ATOM
         return f"{above} / {below if below.isidentifier() else f'({below})'}", PRODUCT
 
@@ -255,17 +262,25 @@ class Writer:
             return f"tl.exp2({self._inside(algebra.multiply(scale, exponent), LOWEST)})"
         return f"tl.exp({self._inside(exponent, UNARY)} * tl.log({self._inside(base, LOWEST)}))"
 
-    def _repeated(self, value: str, times: int) -> str:
-        """Return the product of a named value with itself, by squaring."""
+    def _is_exact(self, expr: Expr) -> bool:
+        """Return whether Triton's correctly rounded functions, of fp32 alone, compute a value."""
+        return expr.dtype == "float32" and (self._precise or expr in self._exact)
+
+    def _repeated(self, expr: Expr, value: str) -> str:
+        """Return a power as the product of a named value with itself, by squaring."""
         parts: list[str] = []
+        times = expr.value
         while True:
             if times % 2:
                 parts.append(value)
             times //= 2
-            if not times:
-                return " * ".join(parts)
             if times == 1 and not parts:
-                return f"{value} * {value}"
+                parts, times = [value, value], 0
+            if times == 0:
+                *first, last = parts
+                if expr in self._separate and first:
+                    return _separate(" * ".join(first), last)
+                return " * ".join(parts)
             value = self.name(f"{value} * {value}")
 
     def _divisor(self, expr: Expr) -> str:
@@ -336,13 +351,12 @@ class Writer:
                 return tanh(self.name, source, precise=self._precise), ATOM
             case "sigmoid":
                 below = f"1.0 + tl.exp({self._inside(algebra.negative(expr.args[0]), LOWEST)})"
-                return self._quotient("1.0", below, expr.dtype)
+                return self._quotient("1.0", below, expr)
             case "log1p":
-                quotient = partial(self._quotient, dtype=expr.dtype)
+                quotient = partial(self._quotient, expr=expr)
                 return log1p(self.name, source, quotient, precise=self._precise), ATOM
             case "sqrt":
-                exactly = self._precise and expr.dtype == "float32"
-                return f"tl.sqrt_rn({source})" if exactly else f"tl.sqrt({source})", ATOM
+                return f"tl.sqrt{'_rn' * self._is_exact(expr)}({source})", ATOM
             case op if op in (*ELEMENTARY, "floor"):
                 return f"tl.{op}({source})", ATOM
             case _:
@@ -358,6 +372,11 @@ class Writer:
         if abs(value) > FP32_MAX:
             return 'float("inf")' if value > 0 else '-float("inf")'
         return repr(value if abs(value) >= FP32_TINY else 0.0)
+
+
+def _separate(left: str, right: str) -> str:
+    """Return a product that no compiler fuses with a sum."""
+    return f"tl.fma({left}, {right}, 0.0)"
 
 
 def _is_converted(expr: Expr) -> bool:
