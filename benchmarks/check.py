@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +16,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilegen.check.reference import TORCH_DTYPES, Inputs, attention_reference, torch_attention
 from tilegen.check.verification import Check, judge  # the rule; there is one
-from tilegen.masks.mask import Full, Mask
-from tilegen.masks.values import Pair
+from tilegen.masks.form import Form
+from tilegen.masks.mask import Mask
 from tilegen.problem import AttentionProblem
 
 
@@ -91,24 +90,16 @@ def check(problem: AttentionProblem, inputs: Inputs, found: Mapping[str, Tensor]
     )
 
 
-@dataclass(frozen=True)
-class _OfHead(Mask):
-    """What a mask keeps of one query head of one batch entry, the only one that it is asked for."""
-
-    whole: Mask
-    batch: int
-    head: int
-
-    @property
-    def notation(self) -> str:
-        return self.whole.notation
-
-    def keep(self, at: Pair) -> Any:
-        return self.whole.keep(at._replace(b=at.b + self.batch, h=at.h + self.head))
+_OF_HEAD = Form(
+    "of_head",
+    lambda at, side, mask, batch, head: mask.keep(at._replace(b=at.b + batch, h=at.h + head), side),
+    spelt=lambda mask, *_: mask.notation,
+)
+"""The pairs that a mask keeps in a query head of a batch entry."""
 
 
 def _of_head(mask: Mask, batch: int, head: int) -> Mask:
-    return mask if isinstance(mask, Full) else _OfHead(mask, batch, head)
+    return mask if mask.is_full else Mask.of(_OF_HEAD, mask, batch, head)
 
 
 def _expected(inputs: Inputs, masks: Sequence[Mask], names: Iterable[str]) -> dict[str, Tensor]:

@@ -34,7 +34,7 @@ from tilegen.emit.render import render
 from tilegen.errors import TilegenError
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.spec import Direction
-from tilegen.masks.mask import Full, Mask
+from tilegen.masks.mask import Mask
 from tilegen.masks.shapes import Shape
 from tilegen.problem import AttentionProblem
 
@@ -116,7 +116,7 @@ def standard(problem: AttentionProblem) -> Attention | None:
     if scores > (MOST_EMULATED if emulated else MOST_SCORES):
         return None
     mask = None
-    if not isinstance(problem.mask, Full):
+    if not problem.mask.is_full:
         mask = ~dense_mask(problem.mask, problem.seqlen_q, problem.seqlen_kv, "cpu")
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from tilegen.check.peers import Attention, flex, sdpa
 from tilegen.errors import Unsupported
 from tilegen.kernels.spec import Direction
-from tilegen.masks.mask import Causal, Full, SlidingWindow
 from tilegen.problem import AttentionProblem
 
 if TYPE_CHECKING:
@@ -174,7 +173,7 @@ def _flashinfer(problem: AttentionProblem, device: str) -> Attention:
         *heads,
         problem.head_dim_qk,
         head_dim_vo=problem.head_dim_v,
-        causal=isinstance(problem.mask, Causal),
+        causal=problem.mask.is_causal,
         q_data_type=dtype,
         kv_data_type=dtype,
     )
@@ -195,13 +194,11 @@ def _refuse_gradients(q: Tensor) -> None:
 def varlen_window(problem: AttentionProblem) -> tuple[int, int]:
     """Return (left, right), -1 for unbounded; varlen_attn aligns them at the bottom right."""
     mask = problem.mask
-    if isinstance(mask, Full):
+    if (window := mask.window) is None or mask.values:
+        raise Unsupported("takes one window, not an intersection of masks")
+    if mask.is_full:
         return -1, -1
-    if isinstance(mask, Causal | SlidingWindow):
-        if mask.alignment == "top_left" and problem.seqlen_q != problem.seqlen_kv:
-            raise Unsupported("aligns masks at the bottom right only")
-        if isinstance(mask, Causal):
-            return -1, 0
-        left, right = (-1 if side is None else side for side in (mask.left, mask.right))
-        return left, right
-    raise Unsupported("takes one window, not an intersection of masks")
+    if window.alignment == "top_left" and problem.seqlen_q != problem.seqlen_kv:
+        raise Unsupported("aligns masks at the bottom right only")
+    left, right = (-1 if side is None else side for side in window[:2])
+    return left, right  # type: ignore[return-value]

@@ -35,10 +35,8 @@ from tilegen.masks import (
     tree,
     values,
 )
-from tilegen.masks.mask import Side
 from tilegen.masks.packed import packed
-from tilegen.masks.usual import KvPrefix
-from tilegen.masks.values import Pair
+from tilegen.masks.usual import kv_prefix
 from tilegen.problem import AttentionProblem, DType
 
 BATCH, HEADS = 2, 2
@@ -90,25 +88,14 @@ class Case:
         return Judged(self.mask, torch.from_numpy(self.oracle[:batch].copy()))
 
 
-@dataclass(frozen=True, eq=False)
 class Judged(Mask):
-    """A mask whose pairs come from elsewhere: kernels read the one, references the other."""
+    """A mask whose pairs come from elsewhere: kernels read the mask, references the oracle."""
 
-    mask: Mask
-    oracle: torch.Tensor
-
-    @property
-    def notation(self) -> str:
-        return self.mask.notation
-
-    def keep(self, at: Pair) -> Any:
-        return self.mask.keep(at)
+    def __init__(self, mask: Mask, oracle: torch.Tensor) -> None:
+        vars(self).update(form=mask.form, args=mask.args, oracle=oracle)
 
     def kept(self, q: Any, k: Any, seqlen_q: int, seqlen_kv: int, b: Any = 0, h: Any = 0) -> Any:
-        return self.oracle
-
-    def for_side(self, side: Side) -> Mask:
-        return self.mask.for_side(side)
+        return vars(self)["oracle"]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -260,7 +247,7 @@ def _zoo() -> list[Case]:
         Case("packed_cross_window",
              packed(_CU_ROWS, _CU_COLUMNS, sliding_window(4, 0, "bottom_right")),
              lambda b, h, q, k: _cross(q, k, 4), **cross, exact=False),
-        Case("shared_prefix", causal() & (KvPrefix(13) | ids),
+        Case("shared_prefix", causal() & (kv_prefix(13) | ids),
              lambda b, h, q, k: k <= q and (k < 13 or _IDS[q] == _IDS[k])),
         Case("neighborhood_1d", neighborhood(70, 13),
              lambda b, h, q, k: _inside(q, k, 70, 13)),
@@ -328,14 +315,14 @@ def _zoo() -> list[Case]:
         Case("longer_layout", block_sparse(longer, 9), lambda b, h, q, k: longer[q // 9, k // 9]),
         Case("longer_global", ~global_tokens(500), lambda b, h, q, k: False),
         Case("nothing", ~full(), lambda b, h, q, k: False, **cross),
-        Case("nothing_listed", dilated(2) & KvPrefix(0), lambda b, h, q, k: False, **same),
-        Case("few_pairs", ~causal() & sliding_window(0, 5) & KvPrefix(4),
+        Case("nothing_listed", dilated(2) & kv_prefix(0), lambda b, h, q, k: False, **same),
+        Case("few_pairs", ~causal() & sliding_window(0, 5) & kv_prefix(4),
              lambda b, h, q, k: q < k < 4, **same),
         Case("checkerboard", predicate(lambda b, h, q, k: ((q // 16) + (k // 16)) % 2 == b),
              lambda b, h, q, k: (q // 16 + k // 16) % 2 == b, **same, varies=True),
         Case("by_head", predicate(lambda b, h, q, k: (k <= q) | (h % 2 == 1)),
              lambda b, h, q, k: k <= q or h % 2 == 1, **tall, varies=True),
-        Case("rising_columns", KvPrefix(values(rows * 7, "q")),
+        Case("rising_columns", kv_prefix(values(rows * 7, "q")),
              lambda b, h, q, k: k < (rows * 7)[q]),
         Case("tree", tree(torch.tensor(_PARENTS)),
              lambda b, h, q, k: k < 33 or _DESCENDS[q][k - 33], **cross, exact=False),

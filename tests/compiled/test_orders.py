@@ -23,7 +23,7 @@ from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import LARGE_CACHE
 from tilegen.masks import Mask, causal, dilated, full, kv_lengths, sliding_window
 from tilegen.masks.score import Score, relative_bias, sinks
-from tilegen.masks.usual import KvPrefix
+from tilegen.masks.usual import kv_prefix
 from tilegen.problem import AttentionProblem
 
 pytestmark = pytest.mark.portable
@@ -42,7 +42,7 @@ LOOKED_UP = re.compile(r"tl\.load\((tiles_ptr[\w+ ]*?)(?: \+ after)?, mask=(0|af
 CASES: dict[str, tuple[str, Mask, Score | None]] = {
     # Rows of a single key, whose gradients are exactly 0.
     "one_key": ("b1 hq2 hkv1 q33 kv31 d16 fp32 full", causal() & sliding_window(20), None),
-    "lists": ("b1 hq2 hkv1 q33 kv33 d16 fp32 full", causal() & (dilated(3) | KvPrefix(2)), None),
+    "lists": ("b1 hq2 hkv1 q33 kv33 d16 fp32 full", causal() & (dilated(3) | kv_prefix(2)), None),
     "decoding": (
         "b3 hq2 hkv1 q1 kv60 d16 fp32 full",
         kv_lengths([1, 33, 0]) & causal("bottom_right"),

@@ -34,7 +34,7 @@ from tilegen.masks import (
     sliding_window,
     values,
 )
-from tilegen.masks.usual import KvPrefix
+from tilegen.masks.usual import kv_prefix
 from tilegen.problem import AttentionProblem
 
 pytestmark = pytest.mark.portable
@@ -123,7 +123,7 @@ def test_mask_dims_are_broadcast(sizes: tuple[int, ...], expanded: bool) -> None
 FORMS: dict[str, Mask] = {
     "one range": causal() & sliding_window(20),
     "several ranges": global_tokens(3) | sliding_window(9, 9),
-    "lists": causal() & (dilated(3) | KvPrefix(2)),
+    "lists": causal() & (dilated(3) | kv_prefix(2)),
 }
 
 
@@ -185,13 +185,13 @@ def test_decoding_with_a_length_for_each_batch() -> None:
 
 EMPTY_ROWS: dict[str, Mask] = {
     "one range": causal("bottom_right"),  # rows 0..27
-    "several ranges": (causal() & sliding_window(5)) | (KvPrefix(0) & global_tokens(50)),
+    "several ranges": (causal() & sliding_window(5)) | (kv_prefix(0) & global_tokens(50)),
     "a range by batch": kv_lengths([0, 48]),
     "lists": block_sparse(torch.tensor([[0, 0, 0], [1, 0, 0], [0, 0, 0], [0, 0, 1]]) > 0, 20),
     "look-ups": predicate(lambda b, h, q, k: torch.tensor([-1, 2, -1])[q // 32] == k // 16),
     "documents": documents([i // 20 for i in range(76)]) & ~sliding_window(19, 19),
     "nothing": ~full(),
-    "nothing, in lists": dilated(2) & KvPrefix(0),
+    "nothing, in lists": dilated(2) & kv_prefix(0),
 }
 
 
@@ -219,7 +219,7 @@ def test_rows_without_keys_are_exactly_empty(name: str, family: str) -> None:
 LOSING: dict[str, Mask] = {
     "one range": sliding_window(3),  # of 32 rows, most lose the first tile that is visited
     "several ranges": ~sliding_window(40, 0),
-    "lists": causal() & block_sparse(torch.tensor([[1, 0], [0, 1]]) > 0, 50) & ~KvPrefix(7),
+    "lists": causal() & block_sparse(torch.tensor([[1, 0], [0, 1]]) > 0, 50) & ~kv_prefix(7),
     "modular": causal() & predicate(lambda b, h, q, k: k % 32 >= 20),
 }
 
@@ -272,7 +272,11 @@ def test_lists_follow_a_layout_that_is_changed_in_place() -> None:
 def test_what_is_masked_cannot_leak() -> None:
     """Dropped keys may hold anything finite: in visited tiles, skipped tiles and beyond the end."""
     ids, mixed = [0] * 21 + [1] * 19, [i % 2 for i in range(40)]
-    for mask in (documents(ids) & KvPrefix(21), documents(mixed) & KvPrefix(21), kv_lengths([21])):
+    for mask in (
+        documents(ids) & kv_prefix(21),
+        documents(mixed) & kv_prefix(21),
+        kv_lengths([21]),
+    ):
         what = problem(mask, 40, 40)
         inputs = make_inputs(what)
         kernels = {kernel: render(what, config, kernel) for kernel, config in WHOLE_HEADS.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,13 +26,14 @@ from tilegen.masks import (
     sliding_window,
     values,
 )
+from tilegen.masks.form import Form
 from tilegen.masks.language.algebra import as_expr
 from tilegen.masks.language.evaluation import points
 from tilegen.masks.language.expr import FIRST, LAST, SEQLEN_KV, SEQLEN_Q, B, H
 from tilegen.masks.mask import Side
 from tilegen.masks.tiles.closed_form import stream_sets
 from tilegen.masks.tiles.tile_ranges import tile_ranges
-from tilegen.masks.usual import KvPrefix
+from tilegen.masks.usual import kv_prefix
 from tilegen.masks.values import Pair
 
 BATCH, HEADS = 2, 3
@@ -47,23 +47,16 @@ EVERY_TIME = settings(
 )
 
 
-@dataclass(frozen=True)
-class Affine(Mask):
-    """`a * q + b * k + c + d * seqlen_q + e * seqlen_kv >= 0`."""
+def _affine(at: Pair, _: Side, a: int, b: int, c: int, d: int, e: int) -> Any:
+    return a * at.q + b * at.k + c + d * at.seqlen_q + e * at.seqlen_kv >= 0
 
-    a: int
-    b: int
-    c: int
-    d: int = 0
-    e: int = 0
 
-    @property
-    def notation(self) -> str:
-        return f"affine({self.a},{self.b},{self.c},{self.d},{self.e})"
+AFFINE = Form("affine", _affine)
 
-    def keep(self, at: Pair) -> Any:
-        sum_ = self.a * at.q + self.b * at.k + self.c + self.d * at.seqlen_q + self.e * at.seqlen_kv
-        return sum_ >= 0
+
+def affine(a: int, b: int, c: int, d: int = 0, e: int = 0) -> Mask:
+    """Return the mask `a * q + b * k + c + d * seqlen_q + e * seqlen_kv >= 0`."""
+    return Mask.of(AFFINE, a, b, c, d, e)
 
 
 def pairs(mask: Mask, seqlen_q: int, seqlen_kv: int) -> np.ndarray[Any, Any]:
@@ -79,13 +72,13 @@ def pairs(mask: Mask, seqlen_q: int, seqlen_kv: int) -> np.ndarray[Any, Any]:
 
 NUMBERS = st.integers(0, 30)
 UNIT = st.builds(
-    Affine,
+    affine,
     *(st.sampled_from([-1, 0, 1]),) * 2,
     c=st.integers(-25, 25),
     d=st.sampled_from([0, 0, -1, 1]),
     e=st.sampled_from([0, 0, -1, 1]),
 )
-ANY_AFFINE = st.builds(Affine, *(st.integers(-4, 4),) * 2, c=st.integers(-60, 60))
+ANY_AFFINE = st.builds(affine, *(st.integers(-4, 4),) * 2, c=st.integers(-60, 60))
 ALIGNMENTS = st.sampled_from(["top_left", "bottom_right"])
 
 
@@ -104,7 +97,7 @@ USUAL = (
     | st.builds(sliding_window, NUMBER | st.none(), NUMBER | st.none(), ALIGNMENTS)
     | st.builds(prefix_lm, NUMBER)
     | st.builds(global_tokens, NUMBER)
-    | st.builds(KvPrefix, NUMBER)
+    | st.builds(kv_prefix, NUMBER)
     | st.lists(st.integers(0, 40), min_size=BATCH, max_size=BATCH).map(kv_lengths)
 )
 
@@ -170,7 +163,7 @@ def check(
 
 @EVERY_TIME
 @given(mask=combined(UNIT), **WHERE)
-@example(Affine(0, 0, -1) | Affine(0, 0, 0), 9, 9, 4, 4, "rows")
+@example(affine(0, 0, -1) | affine(0, 0, 0), 9, 9, 4, 4, "rows")
 def test_unit_coefficients_are_exact(
     mask: Mask, seqlen_q: int, seqlen_kv: int, block_m: int, block_n: int, side: Side
 ) -> None:
@@ -244,10 +237,10 @@ def test_numbers_that_rise_along_rows_are_never_unsafe(
         tensor = torch.tensor(steps, dtype=torch.int32).view(shape).cumsum(-1, dtype=torch.int32)
         return Values("b" * batches + axis, 8, tensor=tensor, pattern="ends")
 
-    rows = KvPrefix(rising("q", seqlen_q)) | ~KvPrefix(rising("q", seqlen_q))
+    rows = kv_prefix(rising("q", seqlen_q)) | ~kv_prefix(rising("q", seqlen_q))
     window = sliding_window(rising("q", seqlen_q), data.draw(NUMBERS))
     columns = sliding_window(None, rising("k", seqlen_kv))
-    leaves = st.sampled_from([rows, KvPrefix(rising("q", seqlen_q)), window, columns, causal()])
+    leaves = st.sampled_from([rows, kv_prefix(rising("q", seqlen_q)), window, columns, causal()])
     mask = data.draw(combined(leaves))
     check(mask, side, seqlen_q, seqlen_kv, block_m, block_n, exact=False)
 

@@ -20,7 +20,7 @@ from tilegen.gpus.spec import GpuSpec, catalogue, gpu
 from tilegen.kernels.config import BLOCK_SIZES, Kernel, TileConfig
 from tilegen.kernels.registry import KERNELS, LARGE_CACHE
 from tilegen.masks.tiles import tile_ranges
-from tilegen.masks.tiles.closed_form import stream_sets
+from tilegen.masks.tiles.visit import visit
 from tilegen.model import footprint as footprints
 from tilegen.model.footprint import footprint
 from tilegen.model.launches import kept_entries, launches
@@ -245,9 +245,9 @@ def test_windows_of_other_widths_are_solved_once(monkeypatch: pytest.MonkeyPatch
 
     def noting(*arguments: Any) -> Any:
         solved.append(arguments)
-        return stream_sets(*arguments)
+        return visit(*arguments)
 
-    monkeypatch.setattr(tile_ranges, "stream_sets", noting)
+    monkeypatch.setattr(tile_ranges, "visit", noting)
     kind = "hq8 q4000 d64 bf16 prefix_lm(7)&"  # that no other test proposes for
     propose(KernelTask.of("fwd", PARSE(f"{kind}window(100,7)"), gpu("h200")))
     assert solved

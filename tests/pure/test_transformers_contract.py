@@ -20,7 +20,7 @@ import tilegen  # noqa: E402
 from tilegen.errors import Unsupported  # noqa: E402
 from tilegen.integrations import model_masks  # noqa: E402
 from tilegen.integrations import transformers as integration  # noqa: E402
-from tilegen.masks.usual import BlockSparse  # noqa: E402
+from tilegen.masks.usual import BLOCK_SPARSE  # noqa: E402
 
 # --------------------------------------------------------------------------------------------------
 # The contract with transformers
@@ -79,7 +79,7 @@ def test_masks_keep_what_transformers_keeps(block: str, place: str) -> None:
         given = (2, seqlen_q, seqlen_kv, q_offset, kv_offset, BLOCKS[block], padding)
         expected = masking_utils.sdpa_mask(*given, allow_is_causal_skip=False)
         made = model_masks.model_mask(*given)
-        assert not any(isinstance(one, BlockSparse) for one in (made.mask, *made.mask.parts))
+        assert not any(mask.form is BLOCK_SPARSE for mask in (made.mask, *made.mask.parts))
         assert torch.equal(dense(made.mask, seqlen_q, seqlen_kv), expected.expand(2, 1, -1, -1))
 
 
@@ -145,7 +145,7 @@ def test_a_function_that_is_not_known_is_spelled_out() -> None:
     )
     made = model_masks.model_mask(2, 5, 5, 0, 0, odd)
     expected = masking_utils.sdpa_mask(2, 5, 5, 0, 0, odd, allow_is_causal_skip=False)
-    assert isinstance(made.mask, BlockSparse)
+    assert made.mask.form is BLOCK_SPARSE
     assert torch.equal(dense(made.mask, 5, 5), expected)
 
 
@@ -159,7 +159,7 @@ def test_a_block_that_means_something_else_is_not_trusted(monkeypatch: pytest.Mo
     monkeypatch.setattr(masking_utils, "sliding_window_overlay", overlay)
     monkeypatch.setattr(model_masks, "_known", model_masks.known_blocks())
     made = model_masks.model_mask(1, 6, 6, mask_function=overlay(2))
-    assert isinstance(made.mask, BlockSparse)
+    assert made.mask.form is BLOCK_SPARSE
     at = torch.arange(6)
     assert torch.equal(dense(made.mask, 6, 6)[0, 0], at >= at[:, None] - 2)
 
@@ -182,7 +182,7 @@ def test_masks_are_made_without_a_look_at_values() -> None:
         rows = 10 if function is packed else 3
         given = (2, rows, 10, q_offset, 0, function, ids.bool())
         made = model_masks.model_mask(*given, device="meta")
-        assert not isinstance(made.mask, BlockSparse)
+        assert made.mask.form is not BLOCK_SPARSE
         assert all(one.tensor.device.type == "meta" for one in made.mask.values)
 
 

@@ -226,7 +226,7 @@ def test_values_are_read_at_any_index(seed: int) -> None:
     q, k = torch.arange(24)[:, None], torch.arange(24)
     pair = Pair(*PAIR)
     for value, read, at in (
-        (sparse.layout, sparse.layout.at(pair, Q - 12, K - 12), lambda q, k: (q - 12, k - 12)),
+        (sparse.args[0], sparse.args[0].at(pair, Q - 12, K - 12), lambda q, k: (q - 12, k - 12)),
         (numbers, numbers.at(pair._replace(k=K - 12)), lambda q, k: (k - 12,)),
     ):
         named = renamed(read, {value.slot: (0, value.kind)})

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tilegen.errors import Unsupported
-from tilegen.masks.mask import Causal, Full, Mask
+from tilegen.masks.mask import Mask
 from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import tensors_of
 from tilegen.masks.tiles.tile_ranges import counted_over
@@ -54,10 +54,10 @@ def _sdpa_mask(problem: AttentionProblem, device: str, *, has_causal_bias: bool)
     from tilegen.check.reference import dense_mask
 
     mask = problem.mask
-    if isinstance(mask, Full):
+    if mask.is_full:
         return {}
-    if isinstance(mask, Causal):
-        if mask.alignment == "top_left" or problem.seqlen_q == problem.seqlen_kv:
+    if mask.is_causal:
+        if mask.args[0] == "top_left" or problem.seqlen_q == problem.seqlen_kv:
             return {"is_causal": True}
         if has_causal_bias:
             from torch.nn.attention.bias import causal_lower_right
@@ -95,7 +95,7 @@ def flex(problem: AttentionProblem, device: str, *, mode: str = "default") -> At
 
     block_mask = (
         None
-        if isinstance(mask, Full)
+        if mask.is_full
         else create_block_mask(
             _mask_mod(mask, Shape(batch, heads, *lengths), device), batch, heads, *lengths, device
         )

@@ -10,7 +10,7 @@ import torch
 from tilegen.check import kept
 from tilegen.masks.apart import apart
 from tilegen.masks.dropout import Dropout
-from tilegen.masks.mask import Full, Mask, full
+from tilegen.masks.mask import Mask, full
 from tilegen.masks.score import Score
 from tilegen.problem import AttentionProblem
 
@@ -204,7 +204,7 @@ def torch_attention(
     scale: float | None = None,
 ) -> torch.Tensor:
     """Compute SDPA's out in the inputs' dtype, with 0 in rows without kept keys."""
-    keep = None if mask is None or isinstance(mask, Full) else _dense(mask, q, k)
+    keep = None if mask is None or mask.is_full else _dense(mask, q, k)
     out = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, attn_mask=keep, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )

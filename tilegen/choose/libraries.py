@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from tilegen.disk import say_once
 from tilegen.kernels.spec import Backend, Direction
-from tilegen.masks.mask import Causal, Full
 from tilegen.problem import AttentionProblem
 from tilegen.settings import settings
 from tilegen.store.library_record import library_record
@@ -24,9 +23,9 @@ def why_not(problem: AttentionProblem, backend: Backend) -> str:
 
     A library that refuses the problem on some GPU raises there, when it is measured.
     """
-    if not isinstance(problem.mask, Full | Causal):
+    if not (problem.mask.is_full or problem.mask.is_causal):
         return f"{backend} takes no mask but causal, got {problem.mask}"
-    if isinstance(problem.mask, Causal) and problem.seqlen_q != problem.seqlen_kv:
+    if problem.mask.is_causal and problem.seqlen_q != problem.seqlen_kv:
         return f"{backend} is used only for square causal masks"
     if problem.score or problem.dropout:
         return f"{backend} is used only without changes of scores and without dropout"

@@ -8,7 +8,7 @@ from typing import Any
 
 from tilegen.choose.ranker import best_of, estimate
 from tilegen.errors import Unsupported
-from tilegen.masks.mask import Full, Side, full
+from tilegen.masks.mask import Side, full
 from tilegen.masks.tiles.closed_form import Interval, stream_sets
 from tilegen.model.estimate import Candidate
 from tilegen.model.mask_size import size_of
@@ -94,7 +94,7 @@ def _waste(tiled: Tiled) -> float | None:
 
 def _dense_choice(task: KernelTask, chosen: Candidate) -> dict[str, Any] | None:
     """Compare the config that is best without a mask, under the mask of the problem."""
-    if isinstance(task.problem.mask, Full):
+    if task.problem.mask.is_full:
         return None
     dense = best_of(replace(task, problem=replace(task.problem, mask=full()))).config
     if dense == chosen.config:

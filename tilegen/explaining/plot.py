@@ -20,7 +20,6 @@ from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import TileConfig
 from tilegen.kernels.registry import KERNELS
 from tilegen.kernels.spec import Direction
-from tilegen.masks.mask import Full
 from tilegen.model.bounds import bound_values, bounds_of
 from tilegen.model.symbols import (
     B_c,
@@ -74,7 +73,7 @@ def draw(
     passes: dict[Direction, dict[str, Any]] = {
         facts["pass"]["direction"]: facts["pass"] for facts in explained
     }
-    columns = 2 if isinstance(problem.mask, Full) else 3
+    columns = 2 if problem.mask.is_full else 3
     figure = Figure(figsize=(7 * columns, 0.6 + 6.2 * len(passes)), layout="constrained")
     figure.suptitle(f"{problem.key} on {gpu.title}")
     rows = figure.subplots(len(passes), columns, squeeze=False)

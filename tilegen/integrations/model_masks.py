@@ -21,10 +21,9 @@ from transformers import masking_utils
 from tilegen.errors import Unsupported
 from tilegen.integrations import tables
 from tilegen.integrations.windows import alignment_of
+from tilegen.masks.form import Window
 from tilegen.masks.mask import (
-    Causal,
     Mask,
-    SlidingWindow,
     causal,
     full,
     intersect,
@@ -256,12 +255,9 @@ def _all_of(place: Place, mask_functions: Sequence[MaskFunction]) -> Mask | None
 
 def _intersected(*masks: Mask) -> Mask:
     """Return the `&` of masks; a window to the left and a causal mask become one window."""
-    match masks:
-        case (SlidingWindow(left, None, corner), Causal(other)) if corner == other:
-            return sliding_window(left, 0, corner)
-        case (SlidingWindow(left, None, corner), SlidingWindow(None, right, other)) if (
-            corner == other
-        ):
+    windows = [mask.window for mask in masks]
+    match windows:
+        case [Window(left, None, corner), Window(None, right, other)] if corner == other:
             return sliding_window(left, right, corner)
         case _:
             return intersect(*masks)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tilegen.masks.mask import Mask
-from tilegen.masks.usual import BlockSparse, Intervals, SameDocument
+from tilegen.masks.usual import BLOCK_SPARSE, DOCUMENTS, SAME_ID
 from tilegen.masks.values import UNKNOWN, Pattern, Values
 
 TYPICAL = 50
@@ -26,7 +26,7 @@ def padding(is_token: torch.Tensor, rows: int) -> Mask:
     Padding may be before, after and between the tokens. Tiles of padding before and after them are
     not visited. If there is no padding between the tokens, tiles with tokens only need no mask.
     """
-    from tilegen.masks.comparison import Comparison  # loads torch
+    from tilegen.masks.comparison import ORDERED  # loads torch
 
     is_token = is_token.bool()
     batch, columns = is_token.shape
@@ -42,10 +42,11 @@ def padding(is_token: torch.Tensor, rows: int) -> Mask:
     column = _values("bk", "table", (~is_token).int(), typical=100)
     row = _values("bq", "table", torch.ones_like(by_row[0]), typical=100)
     bounds = [
-        tuple(_values(axes, "rising", bound, typical=100) for bound in four)
+        _values(axes, "rising", bound, typical=100)
         for axes, four in (("bq", by_row), ("bk", (first_row, end_row, *sure)))
+        for bound in four
     ]
-    return Comparison("<", column, row, *bounds)  # type: ignore[arg-type]
+    return Mask.of(ORDERED, column, row, *bounds)
 
 
 def chunks(
@@ -91,7 +92,7 @@ def runs(*numbers: torch.Tensor) -> Mask:
 
 def groups(of_q: torch.Tensor, of_k: torch.Tensor) -> Mask:
     """Return the mask `of_q[b, q] == of_k[b, k]`, of 32-bit integers in any order."""
-    return SameDocument(_values("bq", "ids", of_q), _values("bk", "ids", of_k))
+    return Mask.of(SAME_ID, _values("bq", "ids", of_q), _values("bk", "ids", of_k))
 
 
 def dense(keep: torch.Tensor) -> Mask:
@@ -99,15 +100,15 @@ def dense(keep: torch.Tensor) -> Mask:
     axes = "".join(name for name, size in zip("bh", keep.shape, strict=False) if size != 1)
     keep = keep.reshape(*(size for size in keep.shape[:2] if size != 1), *keep.shape[2:])
     layout = Values(axes=axes, typical=TYPICAL, tensor=keep, kind="bool", pattern="layout")
-    return BlockSparse(layout, 1)
+    return Mask.of(BLOCK_SPARSE, layout, 1)
 
 
 def _intervals(tables: Tables) -> Mask:
     """Return the mask with the given first and end by row, then by column."""
     names: tuple[tuple[str, Pattern], ...]
     names = ("bq", "firsts"), ("bq", "ends"), ("bk", "firsts"), ("bk", "ends")
-    return Intervals(
-        *(_values(*name, table) for name, table in zip(names, tables, strict=True))  # type: ignore[arg-type]
+    return Mask.of(
+        DOCUMENTS, *(_values(*name, table) for name, table in zip(names, tables, strict=True))
     )
 
 

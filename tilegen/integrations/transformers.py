@@ -23,7 +23,7 @@ from tilegen.integrations import windows
 from tilegen.integrations.given import is_mask, of_tensor, score_of
 from tilegen.integrations.model_masks import ModelMask, model_mask
 from tilegen.masks.made import is_traced
-from tilegen.masks.mask import Causal, Mask, causal, full
+from tilegen.masks.mask import Mask, causal, full
 from tilegen.masks.packed import packed
 from tilegen.masks.snapshots import TensorCache
 from tilegen.masks.values import Alignment
@@ -210,7 +210,7 @@ def _warn_of_lost_documents(
         return
     _looked_at.add(module)
     restarts = position_ids.diff(dim=-1) != 1
-    if isinstance(made.mask, Causal) and bool(restarts.any()):
+    if made.mask.is_causal and bool(restarts.any()):
         say_once(
             "position_ids restart, as for packed documents, but the model was called with a cache, "
             "for which transformers makes a mask across documents; pass use_cache=False, or "

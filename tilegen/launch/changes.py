@@ -16,7 +16,7 @@ from tilegen.masks.mask import Mask
 from tilegen.masks.score import Score
 from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import check_kv_lengths, tensors_of
-from tilegen.masks.usual import KvPrefix
+from tilegen.masks.usual import kv_prefix
 from tilegen.masks.values import LIMIT, check_range, has_values
 
 
@@ -72,7 +72,7 @@ class Changes:
         if self.kv_lengths is None:
             return self.given
         check_kv_lengths(self.kv_lengths)
-        return self.given & KvPrefix(lengths_of(self.kv_lengths))
+        return self.given & kv_prefix(lengths_of(self.kv_lengths))
 
     @property
     def sources(self) -> Iterator[torch.Tensor]:

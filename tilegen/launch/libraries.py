@@ -20,7 +20,6 @@ from tilegen.disk import log, say_once
 from tilegen.kernels.layout import laid_like
 from tilegen.kernels.spec import Backend
 from tilegen.launch.changes import Gradients, Wanted
-from tilegen.masks.mask import Causal
 from tilegen.tuning.measure import one_line
 
 Tensors = tuple[torch.Tensor, ...]
@@ -126,7 +125,7 @@ class Library:
             return None
         task = choice.ranked.task
         log.info("%s of '%s': library %s", task.direction, task.problem, choice.library)
-        return cls(choice.library, causal=isinstance(task.problem.mask, Causal))
+        return cls(choice.library, causal=task.problem.mask.is_causal)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float

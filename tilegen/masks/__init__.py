@@ -5,14 +5,10 @@ written in (`language`), how functions become expressions (`tracing`), and which
 from tilegen.masks.constructors import (
     bigbird,
     block_sparse,
-    dilated,
     documents,
     from_bool,
-    global_tokens,
     kv_lengths,
-    neighborhood,
     predicate,
-    prefix_lm,
     random_blocks,
     streaming,
     tree,
@@ -20,6 +16,7 @@ from tilegen.masks.constructors import (
 from tilegen.masks.mask import Mask, causal, full, intersect, sliding_window
 from tilegen.masks.notation import parse_mask
 from tilegen.masks.tree import ancestors
+from tilegen.masks.usual import dilated, global_tokens, neighborhood, prefix_lm
 from tilegen.masks.values import Values, values
 
 __all__ = [

@@ -6,30 +6,20 @@ Other masks are as in PyTorch: 0 times NaN is NaN, wherever a kernel multiplies 
 
 from __future__ import annotations
 
-from typing import Literal
-
-from tilegen.masks.mask import And, Mask
-from tilegen.masks.packed import Within
-from tilegen.masks.tree import Tree
-from tilegen.masks.usual import Intervals, KvPrefix, SameDocument
-
-Apart = Literal["", "keys", "pairs"]
-"""The part of a call that must reach nothing: keys from some key on, or any pair that is dropped;
-empty: none."""
+from tilegen.masks.form import Apart
+from tilegen.masks.mask import Mask
 
 
 def apart(mask: Mask) -> Apart:
     """Return the part of a call that a mask must keep from reaching anything."""
     if _holds_documents(mask):
         return "pairs"
-    parts = mask.parts if isinstance(mask, And) else (mask,)
-    return "keys" if any(map(_ends_keys, parts)) else ""
+    return "keys" if any(_apart(part) == "keys" for part in mask.conjuncts) else ""
+
+
+def _apart(mask: Mask) -> Apart:
+    return "" if mask.form.apart is None else mask.form.apart(*mask.args)
 
 
 def _holds_documents(mask: Mask) -> bool:
-    is_one = isinstance(mask, Intervals | SameDocument | Within)
-    return is_one or any(map(_holds_documents, mask.parts))
-
-
-def _ends_keys(mask: Mask) -> bool:
-    return isinstance(mask, KvPrefix) or (isinstance(mask, Tree) and mask.lengths is not None)
+    return _apart(mask) == "pairs" or any(map(_holds_documents, mask.parts))

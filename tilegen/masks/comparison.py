@@ -10,75 +10,65 @@ their index, and never a tile too few where they do not. All tables are made ane
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
 
+from tilegen.masks.form import Condition, Form, Side
 from tilegen.masks.language.algebra import negative, number, opposite, subtract
 from tilegen.masks.language.captured import merge
 from tilegen.masks.language.evaluation import points
 from tilegen.masks.language.expr import ONE, SEQLEN_KV, SEQLEN_Q, ZERO, B, Expr, H, K, Q, slot_of
 from tilegen.masks.language.integers import combined, linear
-from tilegen.masks.mask import Mask, Side
+from tilegen.masks.mask import Mask
 from tilegen.masks.tracing.trace import Traced
 from tilegen.masks.usual import equal
 from tilegen.masks.values import Lengths, Pair, Recipe, Values, power_of_two_near, table
 
 Relation = Literal["<=", "<", ">=", ">", "=="]
 Tables = tuple[torch.Tensor, ...]
-Bounds = tuple[Values, Values, Values, Values]
-"""First and end of the indices that are kept at most, then of those kept for certain; none of the
-four falls as the row, or column, rises."""
 LONGEST = 4096
 """Longest sequence for which tables are made to see whether bounds are tight."""
 LOOSE = 1.25
 """Bounds that hold more than LOOSE times the kept pairs cost more than lists of tiles."""
 
 
-@dataclass(frozen=True)
-class Comparison(Mask):
-    """`column[k] < row[q]`, or `column[k] == row[q]`, between ranks."""
-
-    relation: Literal["<", "=="]
-    column: Values
-    row: Values
-    by_row: Bounds
-    by_column: Bounds
-    by: Side = "rows"
-    """The bounds by which tiles are found: `by_row` or `by_column`."""
-
-    @property
-    def notation(self) -> str:
-        name = "ordered" if self.relation == "<" else "matched"
-        return f"{name}({self.column.notation})"
-
-    def keep(self, at: Pair) -> Any:
-        column, row = self.column.at(at), self.row.at(at)
-        return equal(column, row) if self.relation == "==" else column < row
-
-    def enclosing(self, at: Pair) -> tuple[Any, Any]:
-        bounds, index = (self.by_row, at.k) if self.by == "rows" else (self.by_column, at.q)
-        first, end, sure_first, sure_end = (one.at(at) for one in bounds)
-        return (first <= index) & (index < end), (sure_first <= index) & (index < sure_end)
-
-    def for_side(self, side: Side) -> Mask:
-        return replace(self, by=side)
+def _enclosing(
+    at: Pair, side: Side, column: Values, row: Values, *bounds: Values
+) -> tuple[Condition, Condition]:
+    by_side, index = (bounds[:4], at.k) if side == "rows" else (bounds[4:], at.q)
+    first, end, sure_first, sure_end = (bound.at(at) for bound in by_side)
+    return (first <= index) & (index < end), (sure_first <= index) & (index < sure_end)
 
 
-def compared(relation: Literal["<", "=="], column: Values) -> Comparison:
+ORDERED = Form(
+    "ordered",
+    lambda at, side, column, row, *_: column.at(at) < row.at(at),
+    enclosing=_enclosing,
+    spelt=lambda column, *_: f"ordered({column.notation})",
+)
+"""`column[k] < row[q]` between ranks. Four bounds by row follow, then four by column: first and end
+of the indices that are kept at most, then of those kept for certain. None of the four falls as the
+row, or column, rises."""
+MATCHED = Form(
+    "matched",
+    lambda at, side, column, row, *_: equal(column.at(at), row.at(at)),
+    enclosing=_enclosing,
+    spelt=lambda column, *_: f"matched({column.notation})",
+)
+"""`column[k] == row[q]`, with the same bounds."""
+
+
+def compared(form: Form, column: Values) -> Mask:
     """Return a comparison by the values of its columns, which are the first table of a recipe, or a
     stand-in: all other values are made alike."""
     axes = (column.axes or "")[:-1]
 
-    def bounds(axis: str, part: int) -> Bounds:
-        first, end, sure_first, sure_end = (
-            column.beside(part + i, "rising", axes + axis) for i in range(4)
-        )
-        return first, end, sure_first, sure_end
+    def bounds(axis: str, part: int) -> list[Values]:
+        return [column.beside(part + i, "rising", axes + axis) for i in range(4)]
 
     row = column.beside(1, "table", f"{axes}q")
-    return Comparison(relation, column, row, bounds("q", 2), bounds("k", 6))
+    return Mask.of(form, column, row, *bounds("q", 2), *bounds("k", 6))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -93,7 +83,7 @@ class Sides(NamedTuple):
     row: Expr
 
 
-def comparison_of(part: Any, traced: Traced) -> Comparison | None:
+def comparison_of(part: Any, traced: Traced) -> Mask | None:
     """Return the comparison that a condition is; None where it is none, or where its numbers rise
     and fall so much that lists of tiles cost less."""
     ((expr,), sources) = merge([(part, traced.captured)])
@@ -114,7 +104,7 @@ def comparison_of(part: Any, traced: Traced) -> Comparison | None:
         pattern="table",
         recipe=Recipe(_tables, sources, given),
     )
-    return compared("==" if sides.relation == "==" else "<", like)
+    return compared(MATCHED if sides.relation == "==" else ORDERED, like)
 
 
 def _separated(expr: Any) -> Sides | None:

@@ -1,4 +1,4 @@
-"""The usual masks beyond causal and windows, and any other as a Python function."""
+"""Constructors of masks that read tensors, and of masks from a Python function."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 from tilegen.errors import InvalidProblem
 from tilegen.masks.kinds import lengths_of
 from tilegen.masks.made import is_traced, noted
-from tilegen.masks.mask import Mask, Pending, causal, full, sliding_window
-from tilegen.masks.tree import Tree, tables
-from tilegen.masks.usual import BlockSparse, Dilated, GlobalTokens, KvPrefix, Neighborhood, PrefixLM
+from tilegen.masks.mask import Mask, Pending, causal, sliding_window
+from tilegen.masks.tree import TREE, tables
+from tilegen.masks.usual import BLOCK_SPARSE, global_tokens, kv_prefix
 from tilegen.masks.values import (
     Recipe,
     Values,
@@ -22,43 +22,14 @@ from tilegen.masks.values import (
 )
 
 
-def prefix_lm(prefix: int | Values) -> Mask:
-    """Return `k <= q or k < prefix`: bidirectional in the prefix, causal behind it."""
-    return PrefixLM(prefix)
-
-
-def global_tokens(tokens: int | Values) -> Mask:
-    """Return `q < tokens or k < tokens`; join with a window by `|`, as Longformer does."""
-    return GlobalTokens(tokens)
-
-
 def kv_lengths(lengths: Any) -> Mask:
     """Return `k < lengths[b]`, `lengths` an integer tensor (batch,): padded batches."""
-    return KvPrefix(values(lengths, "b"))
-
-
-def dilated(step: int) -> Mask:
-    """Return `(q - k) % step == 0`.
-
-    Join with causal and windows by `&`; rows and columns are then regrouped by their remainder, so
-    that kernels visit kept pairs only. A window of w tokens at this dilation is
-    `sliding_window((w - 1) * step) & dilated(step)`.
-    """
-    return full() if step == 1 else Dilated(step)
+    return kv_prefix(values(lengths, "b"))
 
 
 def streaming(sinks: int | Values, window: int | Values) -> Mask:
     """Return `k <= q and (q - window <= k or k < sinks)`: StreamingLLM's sinks and window."""
-    return causal() & (sliding_window(window, None) | KvPrefix(sinks))
-
-
-def neighborhood(grid: int | tuple[int, ...], window: int | tuple[int, ...]) -> Mask:
-    """Return NATTEN's mask: the `window` (odd) nearest points in each dimension of a `grid`.
-
-    Both sequences are the grid's points, row by row: their length is its product.
-    """
-    sizes = [(one,) if isinstance(one, int) else tuple(one) for one in (grid, window)]
-    return Neighborhood(*sizes)
+    return causal() & (sliding_window(window, None) | kv_prefix(sinks))
 
 
 def documents(ids: Any = None, *, cu_seqlens: Any = None) -> Mask:
@@ -113,12 +84,12 @@ def tree(of: Any, kv_lengths: Any = None) -> Mask:
     )
     if not is_table:
         table.on(of.device, (1, 1))  # which refuses what is no tree, where values are checked
-    lengths = None
+    lengths: list[Values] = []
     if kv_lengths is not None:
-        lengths = as_tensor("kv_lengths", kv_lengths)
-        check_kv_lengths(lengths)
-        lengths = lengths_of(lengths)
-    return noted(Tree(table, lengths), ("tree", of, kv_lengths))
+        tensor = as_tensor("kv_lengths", kv_lengths)
+        check_kv_lengths(tensor)
+        lengths.append(lengths_of(tensor))
+    return noted(Mask.of(TREE, table, *lengths), ("tree", of, kv_lengths))
 
 
 def block_sparse(layout: Any, block: int) -> Mask:
@@ -145,7 +116,7 @@ def block_sparse(layout: Any, block: int) -> Mask:
         pattern="layout",
         block=block,
     )
-    return BlockSparse(kept, block)
+    return Mask.of(BLOCK_SPARSE, kept, block)
 
 
 def from_bool(keep: Any) -> Mask:

@@ -13,8 +13,8 @@ import re
 from functools import lru_cache
 from typing import Any
 
-from tilegen.masks.mask import And, Causal, Full, Mask, SlidingWindow, intersect
-from tilegen.masks.usual import Dilated, KvPrefix
+from tilegen.masks.mask import Mask, full, intersect, sliding_window
+from tilegen.masks.usual import DILATED, kv_prefix
 from tilegen.masks.values import Values, power_of_two_near
 
 MAX_GROUPS = 2**20
@@ -27,8 +27,8 @@ def step_of(mask: Mask, score: str, batch: int) -> int:
     The rest of the mask must be causal and windows from the top left, and the score's text must not
     read positions, lengths or the batch.
     """
-    parts = mask.parts if isinstance(mask, And) else (mask,)
-    steps = [part.step for part in parts if isinstance(part, Dilated)]
+    parts = mask.conjuncts
+    steps = [part.args[0] for part in parts if part.form is DILATED]
     if len(steps) != 1 or batch * steps[0] > MAX_GROUPS:
         return 1
     if re.search(r"\b(b|q|k|seqlen_q|seqlen_kv)\b", score):
@@ -43,8 +43,8 @@ def grouped_mask(mask: Mask, step: int, seqlen_kv: int, groups: int, device: Any
 
     Without a device the mask is a stand-in where it reads how many columns each group has.
     """
-    parts = mask.parts if isinstance(mask, And) else (mask,)
-    within = [one for part in parts if (one := _within_group(part, step)) is not None]
+    parts = (_within_group(part, step) for part in mask.conjuncts)
+    within = [part for part in parts if part is not None]
     if seqlen_kv % step:  # later groups have a column less
         within.append(_columns(seqlen_kv, step, groups, device))
     return intersect(*within)
@@ -57,18 +57,14 @@ def grouped_length(length: int, step: int) -> int:
 
 def _within_group(part: Mask, step: int) -> Mask | None:
     """Return a part of a mask at the distances within a group; None if it has no such."""
-    match part:
-        case Full() | Dilated():
-            return Full()
-        case Causal(alignment="top_left"):
-            return part
-        case SlidingWindow(left=int() | None as left, right=int() | None as right):
-            if part.alignment != "top_left":
-                return None
-            left, right = (None if side is None else side // step for side in (left, right))
-            return SlidingWindow(left, right)
-        case _:
-            return None
+    if part.form is DILATED:
+        return full()
+    if (window := part.window) is None or window.alignment != "top_left" or part.values:
+        return None
+    if part.is_causal:
+        return part
+    left, right = (None if side is None else side // step for side in window[:2])  # type: ignore[operator]
+    return sliding_window(left, right)
 
 
 @lru_cache(maxsize=64)
@@ -82,4 +78,4 @@ def _columns(seqlen_kv: int, step: int, groups: int, device: Any) -> Mask:
 
         lengths = torch.tensor(each * (groups // step), dtype=torch.int32, device=device)
         values = Values(axes="b", typical=values.typical, tensor=lengths)
-    return KvPrefix(values)
+    return kv_prefix(values)

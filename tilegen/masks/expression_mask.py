@@ -3,48 +3,47 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 
 from tilegen.errors import InvalidProblem, Unsupported
-from tilegen.masks.comparison import Comparison, comparison_of
+from tilegen.masks.comparison import MATCHED, ORDERED, comparison_of
+from tilegen.masks.form import Condition, Form, Side
 from tilegen.masks.language.algebra import both, conjuncts, subtract
 from tilegen.masks.language.captured import kind_of_tensor, merge
 from tilegen.masks.language.expr import FALSE, PAIR, TRUE, B, Expr, K, Q, S, slot_of
 from tilegen.masks.language.integers import combined, linear
 from tilegen.masks.language.rewriting import made, renamed, replaced
 from tilegen.masks.language.texts import from_text, to_text
-from tilegen.masks.mask import Mask, Side, causal, full, intersect, sliding_window
+from tilegen.masks.mask import Mask, causal, full, intersect, sliding_window
 from tilegen.masks.packed import of_ids
 from tilegen.masks.shapes import Shape
-from tilegen.masks.source import closed_form
 from tilegen.masks.tiles.tile_lists import build
+from tilegen.masks.tiles.visit import visit
 from tilegen.masks.tracing.derived import Derived
 from tilegen.masks.tracing.trace import Traced
-from tilegen.masks.usual import BlockSparse, Dilated
+from tilegen.masks.usual import BLOCK_SPARSE, DILATED, dilated
 from tilegen.masks.values import MAX_WINDOW, Pair, Values, table
 
 
-@dataclass(frozen=True)
-class Expression(Mask):
-    """The mask that the canonical text of a predicate describes; t<i> in it are `captured[i]`."""
+def _keep(at: Pair, _: Side, text: str, *captured: Values) -> Condition:
+    keep = predicate_of(text, tuple(table.kind for table in captured))
+    slots = {i: (table.slot, table.elements_kind) for i, table in enumerate(captured)}
+    moved = {symbol: to for symbol, to in zip(PAIR, at, strict=True) if symbol is not to}
+    return renamed(replaced(keep, moved) if moved else keep, slots)
 
-    text: str
-    captured: tuple[Values, ...] = ()
 
-    @property
-    def notation(self) -> str:
-        tensors = "".join(f",{one.notation}{one.kind}" for one in self.captured)
-        return f"keep({self.text}{tensors})"
+def _spelt(text: str, *captured: Values) -> str:
+    tables = "".join([f",{table.notation}{table.kind}" for table in captured])
+    return f"keep({text}{tables})"
 
-    def keep(self, at: Pair) -> Any:
-        keep = predicate_of(self.text, tuple(one.kind for one in self.captured))
-        slots = {i: (one.slot, one.elements_kind) for i, one in enumerate(self.captured)}
-        moved = {symbol: to for symbol, to in zip(PAIR, at, strict=True) if symbol is not to}
-        return renamed(replaced(keep, moved) if moved else keep, slots)
+
+KEEP = Form("keep", _keep, spelt=_spelt)
+"""The mask that the canonical text of a predicate describes; t<i> in it are the tables that
+follow."""
 
 
 @lru_cache(maxsize=512)
@@ -79,8 +78,9 @@ def mask_of_trace(traced: Traced, *, looks_at_tables: bool = True) -> Mask:
     near = [_by_distance(part) for part in written]
     if not written:
         return full()
-    if any(isinstance(one, Dilated) for one in near) and None not in near:
-        return intersect(*(one for one in near if one is not None))  # rows can be regrouped
+    by_distance = [mask for mask in near if mask is not None]
+    if len(by_distance) == len(near) and any(mask.form is DILATED for mask in by_distance):
+        return intersect(*by_distance)  # rows can be regrouped
     # Ids may be changed in place until their documents are not whole: ranks stay right then.
     compared = _compared(list(written), traced) if looks_at_tables else None
     if compared is not None:
@@ -100,7 +100,7 @@ def _joined(parts: list[Any], traced: Traced) -> Mask:
         return intersect(*known)
     percent = _percent_live(rest, captured) if captured else 100
     values = tuple(_table(tensor, percent, traced.derived) for tensor in captured)
-    return intersect(Expression(to_text(rest), values), *known)
+    return intersect(Mask.of(KEEP, to_text(rest), *values), *known)
 
 
 def _compared(parts: list[Any], traced: Traced) -> Mask | None:
@@ -120,7 +120,7 @@ def _compared(parts: list[Any], traced: Traced) -> Mask | None:
         return None
     mask = _joined(found, traced)
     sides: tuple[Side, Side] = ("rows", "columns")
-    return mask if all(closed_form(mask.general, side) for side in sides) else None
+    return mask if all(visit(mask.general, side).sets for side in sides) else None
 
 
 def _within_documents(expr: Any) -> Any:
@@ -165,7 +165,7 @@ def _by_distance(part: Expr) -> Mask | None:
     low, high = part.args
     if part.op == "eq" and low.op == "mod" and high.is_const and high.value == 0:
         distance, step = low.args
-        return Dilated(step.value) if step.is_const and distance in distances else None
+        return dilated(step.value) if step.is_const and distance in distances else None
     if part.op not in ("le", "lt"):
         return None
     room = high - low - int(part.op == "lt")
@@ -204,10 +204,10 @@ def _table(tensor: Any, percent: int, derived: Derived) -> Values:
 def typical(mask: Mask) -> Mask:
     """Return a mask of random blocks, of as many percent, in the place of each mask whose tables
     are missing."""
-    if isinstance(mask, Expression | Comparison) and mask.is_stand_in:
+    if mask.form in (KEEP, ORDERED, MATCHED) and mask.is_stand_in:
         percent = mask.values[0].typical
         layout = Values(axes="", typical=percent, kind="bool", pattern="layout", block=BLOCK)
-        return BlockSparse(layout, BLOCK)
+        return Mask.of(BLOCK_SPARSE, layout, BLOCK)
     return mask.with_parts(typical)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tilegen.bounded_cache import BoundedCache
 from tilegen.errors import InvalidProblem
 from tilegen.masks.mask import Mask, full
-from tilegen.masks.usual import KvPrefix
+from tilegen.masks.usual import kv_prefix
 from tilegen.masks.values import MAX_WINDOW, Values
 
 if TYPE_CHECKING:
@@ -31,14 +31,14 @@ class MaskKind:
     @cached_property
     def checks_lengths(self) -> bool:
         """Whether there are lengths at which such masks have no meaning."""
-        return _checks_lengths(self.mask)
+        return self.mask.checks_lengths
 
     @cached_property
     def padded(self) -> tuple[MaskKind, int]:
         """The kind of the same masks that leave each batch entry its first columns besides, and
         where among the values of these the lengths stand."""
         lengths = lengths_of(None)
-        joined = self.mask & KvPrefix(lengths)
+        joined = self.mask & kv_prefix(lengths)
         at = next(i for i, one in enumerate(joined.values) if one is lengths)
         return kind_of_mask(joined), at
 
@@ -65,11 +65,6 @@ def kind_of_mask(mask: Mask) -> MaskKind:
         stand_in = mask.stand_in
         kind = vars(mask)["_kind"] = _kinds.get(stand_in, lambda: MaskKind(stand_in))
     return kind
-
-
-def _checks_lengths(mask: Mask) -> bool:
-    own = type(mask).check_lengths is not Mask.check_lengths
-    return own or any(map(_checks_lengths, mask.parts))
 
 
 _kinds: BoundedCache[Mask, MaskKind] = BoundedCache(MAX_KINDS)

@@ -1,20 +1,21 @@
 """Masks as predicates of a pair: which query row may see which key column.
 
-A mask is a small frozen value. Its one definition, `keep`, is an expression: kernels are compiled
-from it, and `kept` evaluates it. Cached calls only hash masks, and load no expressions.
+A mask is a small frozen value: a form such as `causal` or `&`, and the numbers, tables and masks
+that the form is applied to. The one definition of a form, `keep`, is an expression: kernels are
+compiled from it, and `kept` evaluates it. Cached calls only hash masks, and load no expressions.
 """
 
 from __future__ import annotations
 
 import operator
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, reduce
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any
 
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.masks.drawing import check_sides, draw
+from tilegen.masks.form import Condition, Form, Side, Window
 from tilegen.masks.made import is_traced, noted
 from tilegen.masks.shapes import Shape
 from tilegen.masks.values import Alignment, Pair, Values, check_alignment, check_number, shown
@@ -24,34 +25,56 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-Side = Literal["rows", "columns"]
-"""The axis whose tile stays on chip: query rows, past which KV tiles stream, or KV columns, past
-which query tiles stream."""
-
 TYPICAL = 64
 """The number that stands for each run-time value of which nothing is known."""
 
 
-class Mask(ABC):
+@dataclass(frozen=True)
+class Mask:
     """Predicate over (batch, head, query row, key column), immutable; join by `&`, `|` and `~`."""
 
-    name: ClassVar[str]
-    """The first word of the notation."""
+    form: Form
+    args: tuple[Any, ...] = ()
+    """Numbers, texts, alignments, grids, tables and masks."""
+
+    @classmethod
+    def of(cls, form: Form, *args: Any) -> Mask:
+        """Apply a form to arguments, which the constructors of masks have checked."""
+        return cls(form, args)
 
     @property
     def notation(self) -> str:
         """Canonical text without spaces; for a mask without tensors
         `parse_mask(mask.notation) == mask`."""
-        return f"{self.name}({','.join(shown(getattr(self, one.name)) for one in fields(self))})"  # type: ignore[arg-type]
+        if self.form.spelt is not None:
+            return self.form.spelt(*self.args)
+        return f"{self.form.name}({','.join([shown(argument) for argument in self.args])})"
 
-    @abstractmethod
-    def keep(self, at: Pair) -> Any:
+    @property
+    def window(self) -> Window | None:
+        """The bounds of a mask that is causal, a window or full; None for any other."""
+        return None if self.form.window is None else self.form.window(*self.args)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every row sees every column."""
+        return self.form is FULL
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether the mask is `k <= q`, from either corner."""
+        return self.form is CAUSAL
+
+    def keep(self, at: Pair, side: Side = "rows") -> Condition:
         """Return the condition, an expression or a bool, under which a pair is kept."""
+        return self.form.keep(at, side, *self.args)
 
-    def enclosing(self, at: Pair) -> tuple[Any, Any]:
-        """Return conditions that are easier to solve: one that holds wherever a pair is kept, and
-        one that holds nowhere else."""
-        keep = self.keep(at)
+    def enclosing(self, at: Pair, side: Side = "rows") -> tuple[Condition, Condition]:
+        """Return conditions that are easier to solve: the first holds wherever a pair is kept, the
+        second nowhere else."""
+        if self.form.enclosing is not None:
+            return self.form.enclosing(at, side, *self.args)
+        keep = self.keep(at, side)
         return keep, keep
 
     def kept(self, q: Any, k: Any, seqlen_q: int, seqlen_kv: int, b: Any = 0, h: Any = 0) -> Any:
@@ -64,29 +87,52 @@ class Mask(ABC):
         """Return the condition of AT, with look-ups in t0, t1, ... in the order of `values`."""
         from tilegen.masks.pairs import AT, named  # loads torch
 
-        return named(self.values, self.for_side(side).keep(AT))
-
-    def for_side(self, side: Side) -> Mask:
-        """Return the same mask, as it is solved best for tiles that keep a side on chip."""
-        return self.with_parts(lambda part: part.for_side(side))
+        return named(self.values, self.keep(AT, side))
 
     def with_parts(self, changed: Callable[[Mask], Mask]) -> Mask:
         """Return the mask that combines changed parts in the same way."""
-        return self
+        if not self.parts:
+            return self
+        args = [changed(item) if isinstance(item, Mask) else item for item in self.args]
+        return Mask(self.form, tuple(args))
 
     @property
     def parts(self) -> tuple[Mask, ...]:
-        """The masks this one combines."""
-        return ()
+        """The masks that this mask combines."""
+        return tuple([one for one in self.args if isinstance(one, Mask)])
+
+    @property
+    def conjuncts(self) -> tuple[Mask, ...]:
+        """The masks that must all keep a pair: the parts of an `&`, or the mask itself."""
+        return self.parts if self.form is AND else (self,)
 
     def shape_of_parts(self, shape: Shape) -> Shape:
-        """Return the shape that a mask's parts are given for the shape of a call."""
-        return shape
+        """Return the shape that the parts are given for the shape of a call."""
+        inside = self.form.shape_of_parts
+        return shape if inside is None else inside(shape, *self.args)
 
     def check_lengths(self, seqlen_q: int, seqlen_kv: int) -> None:
         """Raise InvalidProblem where the mask has no meaning at these lengths."""
+        if self.form.check_lengths is not None:
+            self.form.check_lengths(seqlen_q, seqlen_kv, *self.args)
+            return
         for part in self.parts:
             part.check_lengths(seqlen_q, seqlen_kv)
+
+    @property
+    def checks_lengths(self) -> bool:
+        """Whether there may be lengths at which the mask has no meaning."""
+        return self.form.check_lengths is not None or any(p.checks_lengths for p in self.parts)
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the mask has a meaning at its own lengths only: its tables, or its form, have
+        them."""
+        return (
+            self.form.is_tied
+            or any(not value.is_stand_in for value in self.values)
+            or any(part.is_tied for part in self.parts)
+        )
 
     @cached_property
     def values(self) -> tuple[Values, ...]:
@@ -152,7 +198,7 @@ class Mask(ABC):
 
     def inverted(self) -> Mask:
         """Return the mask that keeps what this one drops: `~`, which torch.compile cannot trace."""
-        return self.part if isinstance(self, Not) else Not(self)
+        return self.args[0] if self.form is NOT else Mask.of(NOT, self)
 
     __invert__ = inverted
 
@@ -166,198 +212,158 @@ class Mask(ABC):
         return self.notation
 
 
-class Pending(Mask):
-    """A mask that torch.compile makes when its function runs, from tensors not seen before."""
+def _pending(at: Pair, side: Side) -> Condition:
+    raise Unsupported("expected a mask that torch.compile traces to be given to attention")
 
-    name = "pending"
+
+PENDING = Form("pending", _pending)
+
+
+class Pending(Mask):
+    """A mask that torch.compile makes when its function runs, from tensors not seen before.
+
+    Equal to itself alone.
+    """
+
+    __setattr__ = object.__setattr__  # torch.compile does not trace how frozen objects are made
+    __eq__ = object.__eq__  # pyright: ignore[reportAssignmentType]
+    __hash__ = object.__hash__
 
     def __init__(self, how: tuple[Any, ...]) -> None:
         """`how` is what `noted` keeps of other masks."""
+        self.form = PENDING  # pyright: ignore[reportAttributeAccessIssue]
+        self.args = ()  # pyright: ignore[reportAttributeAccessIssue]
         self._made = how
 
     @property
     def notation(self) -> str:
         return f"pending({self._made[0]})"
 
-    def keep(self, at: Pair) -> Any:
-        raise Unsupported("expected a mask that torch.compile traces to be given to attention")
+
+def _in_window(at: Pair, _: Side, left: Any, right: Any, alignment: Alignment) -> Condition:
+    centre = at.centre(alignment)
+    keep: Any = True
+    if left is not None:
+        keep = centre - at.number(left) <= at.k
+    if right is not None:
+        keep = keep & (at.k <= centre + at.number(right))
+    return keep
 
 
-@dataclass(frozen=True)
-class Full(Mask):
-    """Every row sees every column: `True`."""
-
-    @property
-    def notation(self) -> str:
-        return "full"
-
-    def keep(self, at: Pair) -> Any:
-        return True
+def _window_spelt(left: Any, right: Any, alignment: Alignment) -> str:
+    left, right = (-1 if side is None else shown(side) for side in (left, right))
+    suffix = "" if alignment == "top_left" else ",bottom_right"
+    return f"window({left},{right}{suffix})"
 
 
-@dataclass(frozen=True)
-class Causal(Mask):
-    """`k <= q` (top_left), or `k <= q + seqlen_kv - seqlen_q` (bottom_right)."""
-
-    alignment: Alignment = "top_left"
-
-    def __post_init__(self) -> None:
-        check_alignment(self.alignment)
-
-    @property
-    def notation(self) -> str:
-        return "causal" if self.alignment == "top_left" else "causal(bottom_right)"
-
-    def keep(self, at: Pair) -> Any:
-        return at.k <= at.centre(self.alignment)
-
-
-@dataclass(frozen=True)
-class SlidingWindow(Mask):
-    """`q - left <= k <= q + right`, shifted by `seqlen_kv - seqlen_q` when bottom_right; None is
-    unbounded."""
-
-    left: int | Values | None
-    right: int | Values | None
-    alignment: Alignment = "top_left"
-
-    def __post_init__(self) -> None:
-        check_alignment(self.alignment)
-        for side in ("left", "right"):
-            value = getattr(self, side)
-            if isinstance(value, int) and value == -1:  # FlashAttention's spelling of "unbounded"
-                object.__setattr__(self, side, None)
-            elif value is not None and not isinstance(value, Values):
-                check_number(f"window {side}", value, or_else=", or -1 or None for unbounded")
-
-    @property
-    def notation(self) -> str:
-        left, right = (-1 if side is None else shown(side) for side in (self.left, self.right))
-        suffix = "" if self.alignment == "top_left" else ",bottom_right"
-        return f"window({left},{right}{suffix})"
-
-    def keep(self, at: Pair) -> Any:
-        centre = at.centre(self.alignment)
-        keep: Any = True
-        if self.left is not None:
-            keep = centre - at.number(self.left) <= at.k
-        if self.right is not None:
-            keep = keep & (at.k <= centre + at.number(self.right))
-        return keep
+FULL = Form(
+    "full",
+    lambda at, side: True,
+    spelt=lambda: "full",
+    window=lambda: Window(None, None),
+    is_solved=True,
+)
+CAUSAL = Form(
+    "causal",
+    lambda at, side, alignment: at.k <= at.centre(alignment),
+    spelt=lambda alignment: "causal" if alignment == "top_left" else "causal(bottom_right)",
+    window=lambda alignment: Window(None, 0, alignment),
+    is_solved=True,
+)
+WINDOW = Form("window", _in_window, spelt=_window_spelt, window=Window, is_solved=True)
 
 
-@dataclass(frozen=True)
-class _Joined(Mask):
-    """Several masks as one: `join` joins their conditions, as the class joins masks."""
+def _joining(join: Callable[[Any, Any], Any]) -> dict[str, Any]:
+    """Return the functions of a form that joins the conditions of masks."""
 
-    of: tuple[Mask, ...]
-    join: ClassVar[Callable[[Any, Any], Any]]
+    def keep(at: Pair, side: Side, *parts: Mask) -> Condition:
+        return reduce(join, (part.keep(at, side) for part in parts))
 
-    @property
-    def parts(self) -> tuple[Mask, ...]:
-        return self.of
+    def enclosing(at: Pair, side: Side, *parts: Mask) -> tuple[Condition, Condition]:
+        most, sure = zip(*(part.enclosing(at, side) for part in parts), strict=True)
+        return reduce(join, most), reduce(join, sure)
 
-    def keep(self, at: Pair) -> Any:
-        return reduce(self.join, (part.keep(at) for part in self.of))
-
-    def enclosing(self, at: Pair) -> tuple[Any, Any]:
-        most, sure = zip(*(part.enclosing(at) for part in self.of), strict=True)
-        return reduce(self.join, most), reduce(self.join, sure)
-
-    def with_parts(self, changed: Callable[[Mask], Mask]) -> Mask:
-        return replace(self, of=tuple(map(changed, self.of)))  # type: ignore[type-var]
+    return {"keep": keep, "enclosing": enclosing}
 
 
-@dataclass(frozen=True)
-class And(_Joined):
-    """Keeps what all parts keep. Build with `&`, which puts the parts in canonical order."""
-
-    join = staticmethod(operator.and_)
-
-    @property
-    def notation(self) -> str:
-        return "&".join(
-            f"({part.notation})" if isinstance(part, Or) else part.notation for part in self.of
-        )
+def _and_spelt(*parts: Mask) -> str:
+    return "&".join([f"({p.notation})" if p.form is OR else p.notation for p in parts])
 
 
-@dataclass(frozen=True)
-class Or(_Joined):
-    """Keeps what any part keeps. Build with `|`, which puts the parts in canonical order."""
-
-    join = staticmethod(operator.or_)
-
-    @property
-    def notation(self) -> str:
-        return "|".join(part.notation for part in self.of)
+def _not_spelt(part: Mask) -> str:
+    return f"~({part.notation})" if part.form in (AND, OR) else f"~{part.notation}"
 
 
-@dataclass(frozen=True)
-class Not(Mask):
-    """Keeps what its part drops. Build with `~`."""
+def _not_enclosing(at: Pair, side: Side, part: Mask) -> tuple[Condition, Condition]:
+    most, sure = part.enclosing(at, side)
+    return _inverted(sure), _inverted(most)
 
-    part: Mask
 
-    @property
-    def parts(self) -> tuple[Mask, ...]:
-        return (self.part,)
-
-    @property
-    def notation(self) -> str:
-        inner = self.part.notation
-        return f"~({inner})" if isinstance(self.part, And | Or) else f"~{inner}"
-
-    def keep(self, at: Pair) -> Any:
-        return _inverted(self.part.keep(at))
-
-    def enclosing(self, at: Pair) -> tuple[Any, Any]:
-        most, sure = self.part.enclosing(at)
-        return _inverted(sure), _inverted(most)
-
-    def with_parts(self, changed: Callable[[Mask], Mask]) -> Mask:
-        return Not(changed(self.part))
+AND = Form("&", **_joining(operator.and_), spelt=_and_spelt)
+OR = Form("|", **_joining(operator.or_), spelt=lambda *parts: "|".join([p.notation for p in parts]))
+NOT = Form(
+    "~",
+    lambda at, side, part: _inverted(part.keep(at, side)),
+    enclosing=_not_enclosing,
+    spelt=_not_spelt,
+)
+"""The joins: build them with `&`, `|` and `~`, which put the parts in canonical order."""
 
 
 def full() -> Mask:
     """Return the mask that keeps everything."""
-    return Full()
+    return Mask.of(FULL)
 
 
 def causal(alignment: Alignment = "top_left") -> Mask:
     """Return `k <= q`; with "bottom_right" the last row sees the last column at any lengths."""
-    return Causal(alignment)
+    check_alignment(alignment)
+    return Mask.of(CAUSAL, alignment)
 
 
 def sliding_window(
     left: int | Values | None, right: int | Values | None = 0, alignment: Alignment = "top_left"
 ) -> Mask:
-    """Return `q - left <= k <= q + right` (inclusive; -1 or None: unbounded). Mistral's window of
-    4096 tokens, itself included, is `sliding_window(4095, 0)`."""
-    window = SlidingWindow(left, right, alignment)
-    return Full() if window.left is None and window.right is None else window
+    """Return `q - left <= k <= q + right` (inclusive; -1 or None: unbounded), shifted by `seqlen_kv
+    - seqlen_q` when bottom_right. Mistral's window of 4096 tokens, itself included, is
+    `sliding_window(4095, 0)`."""
+    check_alignment(alignment)
+    left, right = _limit("left", left), _limit("right", right)
+    return (
+        Mask.of(FULL) if left is None and right is None else Mask.of(WINDOW, left, right, alignment)
+    )
+
+
+def _limit(side: str, value: int | Values | None) -> int | Values | None:
+    if value is None or isinstance(value, Values):
+        return value
+    if isinstance(value, int) and value == -1:  # FlashAttention's spelling of "unbounded"
+        return None
+    check_number(f"window {side}", value, or_else=", or -1 or None for unbounded")
+    return value
 
 
 def intersect(*masks: Mask) -> Mask:
     """Return the `&` of masks: flattened, without `full` and repetitions, in a fixed order."""
-    parts = [part for part in _flat(masks, And) if not isinstance(part, Full)]
+    parts = [part for part in _flat(masks, AND) if not part.is_full]
     if not parts:
-        return Full()
-    return parts[0] if len(parts) == 1 else noted(And(tuple(parts)), ("&", masks))
+        return Mask.of(FULL)
+    return parts[0] if len(parts) == 1 else noted(Mask.of(AND, *parts), ("&", masks))
 
 
 def unite(*masks: Mask) -> Mask:
     """Return the `|` of masks: flattened, without repetitions, in a fixed order."""
-    parts = _flat(masks, Or)
-    if any(isinstance(part, Full) for part in parts):
-        return Full()
-    return parts[0] if len(parts) == 1 else noted(Or(tuple(parts)), ("|", masks))
+    parts = _flat(masks, OR)
+    if any(part.is_full for part in parts):
+        return Mask.of(FULL)
+    return parts[0] if len(parts) == 1 else noted(Mask.of(OR, *parts), ("|", masks))
 
 
-def _flat(masks: tuple[Mask, ...], kind: type[And | Or]) -> list[Mask]:
-    """Return the parts of nested `kind`s, each once, by their notation."""
+def _flat(masks: tuple[Mask, ...], join: Form) -> list[Mask]:
+    """Return the parts of nested joins, each once, by their notation."""
     parts: list[Mask] = []
     for mask in masks:
-        for part in mask.parts if isinstance(mask, kind) else (mask,):
+        for part in mask.parts if mask.form is join else (mask,):
             if part.values or part not in parts:  # equal stand-ins may be of different tensors
                 parts.append(part)
     return sorted(parts, key=lambda part: part.notation)
@@ -365,36 +371,36 @@ def _flat(masks: tuple[Mask, ...], kind: type[And | Or]) -> list[Mask]:
 
 def values_of(mask: Mask, within: Mask | None = None) -> Iterator[tuple[Values, Mask | None]]:
     """Yield what `places_of_values` has of a mask that is a part of `within`."""
-    inside = within if type(mask).shape_of_parts is Mask.shape_of_parts else mask
-    for field in fields(mask):  # type: ignore[arg-type]
-        value = getattr(mask, field.name)
-        for item in value if isinstance(value, tuple) else (value,):
-            if isinstance(item, Values):
-                yield item, within
-            elif isinstance(item, Mask):
-                is_part = any(item is part for part in mask.parts)
-                yield from values_of(item, inside if is_part else within)
+    inside = within if mask.form.shape_of_parts is None else mask
+    for argument in mask.args:
+        if isinstance(argument, Values):
+            yield argument, within
+        elif isinstance(argument, Mask):
+            yield from values_of(argument, inside)
 
 
-def with_values(item: Any, changed: Callable[[Values], Values]) -> Any:
-    """Return a mask, or a part of one, with its values changed."""
-    if isinstance(item, Values):
-        return changed(item)
-    if isinstance(item, tuple):
-        return tuple(with_values(one, changed) for one in item)
-    if not isinstance(item, Mask) or not list(values_of(item)):
-        return item
-    kept = {f.name: with_values(getattr(item, f.name), changed) for f in fields(item)}  # type: ignore[arg-type]
-    return replace(item, **kept)  # type: ignore[type-var]
+def with_values(mask: Mask, changed: Callable[[Values], Values]) -> Mask:
+    """Return a mask with each of its tables replaced by `changed(table)`."""
+    if not list(values_of(mask)):
+        return mask
+    args: list[Any] = []
+    for argument in mask.args:
+        if isinstance(argument, Values):
+            args.append(changed(argument))
+        elif isinstance(argument, Mask):
+            args.append(with_values(argument, changed))
+        else:
+            args.append(argument)
+    return Mask(mask.form, tuple(args))
 
 
-def _joined(sign: str, join: Callable[..., Mask], one: Mask, other: Any) -> Any:
+def _joined(sign: str, join: Callable[..., Mask], mask: Mask, other: Any) -> Any:
     if not isinstance(other, Mask):
         return NotImplemented
-    return Pending((sign, (one, other))) if is_traced() else join(one, other)
+    return Pending((sign, (mask, other))) if is_traced() else join(mask, other)
 
 
-def _inverted(keep: Any) -> Any:
+def _inverted(keep: Condition) -> Condition:
     from tilegen.masks.language.algebra import opposite
 
     return opposite(keep)

@@ -6,22 +6,22 @@ import ast
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, ClassVar, Literal, cast, get_args
+from typing import Any, ClassVar, cast, get_args
 
 from tilegen.errors import InvalidProblem
 from tilegen.masks.language.reader import Reader
-from tilegen.masks.mask import Causal, Full, Mask, intersect, sliding_window, unite
-from tilegen.masks.tree import Tree
+from tilegen.masks.mask import Mask, causal, full, intersect, sliding_window, unite
+from tilegen.masks.tree import TREE
 from tilegen.masks.usual import (
-    BlockSparse,
-    Dilated,
-    GlobalTokens,
-    Intervals,
-    KvPrefix,
-    Neighborhood,
-    PrefixLM,
-    SameDocument,
-    Unlisted,
+    BLOCK_SPARSE,
+    SAME_ID,
+    UNLISTED,
+    dilated,
+    global_tokens,
+    intervals,
+    kv_prefix,
+    neighborhood,
+    prefix_lm,
 )
 from tilegen.masks.values import AXES, Alignment, Kind, Pattern, Values, check_number
 from tilegen.parsing import parse_expression
@@ -136,16 +136,16 @@ ROWS, COLUMNS = (tuple(axes for axes in AXES if axes.endswith(end)) for end in "
 
 
 def _within(same: Any, mask: Any) -> Mask:
-    from tilegen.masks.packed import Within  # loads torch
+    from tilegen.masks.packed import WITHIN, within  # loads torch
 
     def holds_documents(part: Mask) -> bool:
-        return isinstance(part, Within) or any(map(holds_documents, part.parts))
+        return part.form is WITHIN or any(map(holds_documents, part.parts))
 
-    if not isinstance(same, SameDocument) or holds_documents(_mask(mask)):
+    if _mask(same).form is not SAME_ID or holds_documents(_mask(mask)):
         raise InvalidProblem(
             f"expected within(same_id(...),MASK), got {str(same)[:200]} and {str(mask)[:200]}"
         )
-    return Within.of(same, mask)
+    return within(same, mask)
 
 
 def _block_sparse(layout: Any, block: Any) -> Mask:
@@ -153,18 +153,20 @@ def _block_sparse(layout: Any, block: Any) -> Mask:
     blocks = _stand_in(layout, "layout", "bool", block, axes=("", "b", "h", "bh"))
     if blocks.typical > 100:
         raise InvalidProblem(f"expected percent of blocks, got {layout!r}")
-    return BlockSparse(blocks, block)
+    return Mask.of(BLOCK_SPARSE, blocks, block)
 
 
-def _tree(table: Any, lengths: Any = None) -> Tree:
-    found = _stand_in(table, "tree", "bool", axes=("", "b"))
-    if not 1 <= found.typical <= MAX_TREE:
+def _tree(table: Any, *lengths: Any) -> Mask:
+    tokens = _stand_in(table, "tree", "bool", axes=("", "b"))
+    if not 1 <= tokens.typical <= MAX_TREE:
         raise InvalidProblem(f"expected a tree of 1..{MAX_TREE} tokens, got {table!r}")
-    return Tree(found, None if lengths is None else _stand_in(lengths, axes=("b",)))
+    if len(lengths) > 1:
+        raise TypeError
+    return Mask.of(TREE, tokens, *(_stand_in(length, axes=("b",)) for length in lengths))
 
 
 def _keep(text: str, *tables: Any) -> Mask:
-    from tilegen.masks.expression_mask import Expression, canonical  # loads torch
+    from tilegen.masks.expression_mask import KEEP, canonical  # loads torch
 
     captured: list[Values] = []
     for table in tables:
@@ -173,36 +175,37 @@ def _keep(text: str, *tables: Any) -> Mask:
             raise InvalidProblem(f"expected values such as @:50int, got {str(table)[:200]!r}")
         stand_in = _stand_in(match[1], "table", cast("Kind", match[2]))
         captured.append(replace(stand_in, axes=None))
-    return Expression(canonical(text, tuple(one.kind for one in captured)), tuple(captured))
+    return Mask.of(KEEP, canonical(text, tuple(table.kind for table in captured)), *captured)
 
 
-def _comparison(relation: Literal["<", "=="], column: Any) -> Mask:
-    from tilegen.masks.comparison import compared  # loads torch
+def _comparison(name: str, column: Any) -> Mask:
+    from tilegen.masks import comparison  # loads torch
 
-    return compared(relation, _stand_in(column, "table", axes=("k", "bk")))
+    form = comparison.ORDERED if name == "ordered" else comparison.MATCHED
+    return comparison.compared(form, _stand_in(column, "table", axes=("k", "bk")))
 
 
 CONSTRUCTORS: dict[str, Callable[..., Mask]] = {
-    "full": Full,
-    "causal": Causal,
+    "full": full,
+    "causal": causal,
     "window": lambda left, right, *alignment: sliding_window(
         _number(left), _number(right), *alignment
     ),
-    "prefix_lm": lambda prefix: PrefixLM(_number(prefix)),
-    "global_": lambda tokens: GlobalTokens(_number(tokens)),
-    "kv_prefix": lambda length: KvPrefix(_number(length)),
-    "dilated": Dilated,
-    "neighborhood": lambda grid, window: Neighborhood(_grid(grid), _grid(window)),
-    "documents": lambda firsts: Intervals.of(_stand_in(firsts, axes=ROWS)),
-    "same_id": lambda q, k: SameDocument(
-        _stand_in(q, "ids", axes=ROWS), _stand_in(k, "ids", axes=COLUMNS)
+    "prefix_lm": lambda prefix: prefix_lm(_number(prefix)),
+    "global_": lambda tokens: global_tokens(_number(tokens)),
+    "kv_prefix": lambda length: kv_prefix(_number(length)),
+    "dilated": dilated,
+    "neighborhood": lambda grid, window: neighborhood(_grid(grid), _grid(window)),
+    "documents": lambda firsts: intervals(_stand_in(firsts, axes=ROWS)),
+    "same_id": lambda q, k: Mask.of(
+        SAME_ID, _stand_in(q, "ids", axes=ROWS), _stand_in(k, "ids", axes=COLUMNS)
     ),
     "within": _within,
     "tree": _tree,
-    "unlisted": lambda mask: Unlisted(_mask(mask)),
+    "unlisted": lambda mask: Mask.of(UNLISTED, _mask(mask)),
     "block_sparse": _block_sparse,
     "keep": _keep,
-    "ordered": lambda column: _comparison("<", column),
-    "matched": lambda column: _comparison("==", column),
+    "ordered": lambda column: _comparison("ordered", column),
+    "matched": lambda column: _comparison("matched", column),
 }
 """The masks that a notation may name, made of what it has in brackets; `global_` is `global`."""

@@ -7,27 +7,18 @@ call, on its device, from the ids or cu_seqlens that the user holds.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from tilegen.errors import InvalidProblem
+from tilegen.masks.form import Condition, Form, Side, Window
 from tilegen.masks.kinds import check_mask
 from tilegen.masks.made import is_traced, noted
-from tilegen.masks.mask import (
-    And,
-    Causal,
-    Full,
-    Mask,
-    Pending,
-    SlidingWindow,
-    full,
-    intersect,
-)
+from tilegen.masks.mask import Mask, Pending, causal, full, intersect, sliding_window
 from tilegen.masks.shapes import Shape
-from tilegen.masks.usual import Intervals, SameDocument
+from tilegen.masks.usual import SAME_ID, intervals
 from tilegen.masks.values import (
     UNKNOWN,
     Lengths,
@@ -75,17 +66,19 @@ def packed(
 def _packed(cu_q: torch.Tensor, cu_kv: torch.Tensor, mask: Mask, tokens: int | None) -> Mask:
     typical = _typical(cu_kv) if tokens is None else max(1, tokens // (len(cu_q) - 1))
     typical = power_of_two_near(typical)
-    parts = mask.parts if isinstance(mask, And) else (mask,)
-    if not all(isinstance(part, Full | Causal | SlidingWindow) for part in parts) or any(
-        part.values for part in parts
-    ):
+    windows = [part.window for part in mask.conjuncts]
+    known = [window for window in windows if window is not None]
+    if len(known) < len(windows) or mask.values:
         recipe = Recipe(places, (cu_q, cu_kv), check=check_cu_seqlens)
-        return Within.of(_same(recipe, typical), mask)
+        return within(_same(recipe, typical), mask)
     if cu_q is cu_kv:  # positions in the sequence differ as those in a document do
-        aligned = [replace(p, alignment="top_left") for p in parts if not isinstance(p, Full)]  # type: ignore[arg-type]
+        aligned = (
+            causal() if part.is_causal else sliding_window(left, right)
+            for part, (left, right, _) in zip(mask.conjuncts, known, strict=True)
+        )
         recipe = Recipe(_crossed, (cu_q, cu_q), check=check_cu_seqlens)
         return _both_ways(recipe, typical) & intersect(*aligned)
-    return _both_ways(Recipe(_crossed, (cu_q, cu_kv), parts, check_cu_seqlens), typical)
+    return _both_ways(Recipe(_crossed, (cu_q, cu_kv), tuple(known), check_cu_seqlens), typical)
 
 
 def from_ids(ids: Any) -> Mask:
@@ -152,103 +145,102 @@ def check_cu_seqlens(cu_q: torch.Tensor, cu_kv: torch.Tensor, lengths: Lengths, 
             )
 
 
-@dataclass(frozen=True)
-class Within(Mask):
-    """A mask within documents: `document(q) == document(k) and mask.keep(...)` at positions and
-    lengths within the document, whose number is b."""
-
-    same: SameDocument
-    mask: Mask
-    start_q: Values
-    start_kv: Values
-    length_q: Values
-    length_kv: Values
-
-    @classmethod
-    def of(cls, same: SameDocument, mask: Mask) -> Within:
-        """Return the mask within documents, whose ids are stand-ins or a recipe's first tables."""
-        q, k = same.ids_q, same.ids_kv
-        rows, columns = q.axes or "", k.axes or ""
-        starts = q.beside(2, "firsts", rows), k.beside(3, "firsts", columns)
-        return cls(same, mask, *starts, *(q.beside(i, "constant", rows) for i in (4, 5)))
-
-    @property
-    def notation(self) -> str:
-        return f"within({self.same.notation},{self.mask.notation})"
-
-    @property
-    def parts(self) -> tuple[Mask, ...]:
-        return (self.mask,)
-
-    def with_parts(self, changed: Callable[[Mask], Mask]) -> Mask:
-        return replace(self, mask=changed(self.mask))
-
-    def shape_of_parts(self, shape: Shape) -> Shape:
-        """Return as many batch entries as there are documents, and the lengths of the longest: 1
-        where these may not be looked at, those of all tokens where nothing is known of any."""
-        recipe = self.start_q.recipe
-        if recipe is None:
-            documents = -(-shape.seqlen_q // max(1, self.start_q.typical))
-            return Shape(documents, shape.heads, shape.seqlen_q, shape.seqlen_kv)
-        return Shape(len(recipe.sources[0]) - 1, shape.heads, *(self._longest() or (1, 1)))
-
-    def check_lengths(self, seqlen_q: int, seqlen_kv: int) -> None:
-        """Check the mask at the length of the longest document, where that may be looked at."""
-        if longest := self._longest():
-            self.mask.check_lengths(*longest)
-
-    def _longest(self) -> Lengths | None:
-        """Return the rows and the columns of the longest document; None where these are not to be
-        looked at."""
-        sources = self.start_q.recipe.sources if self.start_q.recipe else ()
-        if not sources or not all(map(is_checked, sources)):
-            return None
-        cu_q, cu_kv = sources
-        return int(cu_q.diff().max()), int(cu_kv.diff().max())
-
-    def keep(self, at: Pair) -> Any:
-        inside = Pair(
-            b=self.same.ids_q.at(at),
-            h=at.h,
-            q=at.q - self.start_q.at(at),
-            k=at.k - self.start_kv.at(at),
-            seqlen_q=self.length_q.at(at),
-            seqlen_kv=self.length_kv.at(at),
-        )
-        return self.same.keep(at) & self.mask.keep(inside)
+def _keep_within(
+    at: Pair,
+    side: Side,
+    ids_q: Values,
+    ids_kv: Values,
+    mask: Mask,
+    start_q: Values,
+    start_kv: Values,
+    length_q: Values,
+    length_kv: Values,
+) -> Condition:
+    inside = Pair(
+        b=ids_q.at(at),
+        h=at.h,
+        q=at.q - start_q.at(at),
+        k=at.k - start_kv.at(at),
+        seqlen_q=length_q.at(at),
+        seqlen_kv=length_kv.at(at),
+    )
+    return SAME_ID.keep(at, side, ids_q, ids_kv) & mask.keep(inside, side)
 
 
-def _same(recipe: Recipe, typical: int, axes: str = "") -> SameDocument:
+def _shape_within(shape: Shape, *args: Any) -> Shape:
+    """Return as many batch entries as there are documents, and the lengths of the longest: 1 where
+    these may not be looked at, those of all tokens where nothing is known of any."""
+    start_q: Values = args[3]
+    recipe = start_q.recipe
+    if recipe is None:
+        documents = -(-shape.seqlen_q // max(1, start_q.typical))
+        return Shape(documents, shape.heads, shape.seqlen_q, shape.seqlen_kv)
+    return Shape(len(recipe.sources[0]) - 1, shape.heads, *(_longest(start_q) or (1, 1)))
+
+
+def _check_longest(seqlen_q: int, seqlen_kv: int, *args: Any) -> None:
+    """Check the mask at the length of the longest document, where that may be looked at."""
+    if longest := _longest(args[3]):
+        args[2].check_lengths(*longest)
+
+
+def _longest(start_q: Values) -> Lengths | None:
+    """Return the rows and the columns of the longest document; None where these are not to be
+    looked at."""
+    sources = start_q.recipe.sources if start_q.recipe else ()
+    if not sources or not all(map(is_checked, sources)):
+        return None
+    cu_q, cu_kv = sources
+    return int(cu_q.diff().max()), int(cu_kv.diff().max())
+
+
+WITHIN = Form(
+    "within",
+    _keep_within,
+    spelt=lambda ids_q, ids_kv, mask, *_: f"within({Mask.of(SAME_ID, ids_q, ids_kv)},{mask})",
+    check_lengths=_check_longest,
+    shape_of_parts=_shape_within,
+    apart=lambda *_: "pairs",
+)
+"""A mask within documents: `document(q) == document(k)`, and the mask at positions and lengths
+within the document, whose number is b. The arguments are the ids of rows and columns, the mask, and
+by row and by column the starts and the lengths of documents."""
+
+
+def within(same: Mask, mask: Mask) -> Mask:
+    """Return a mask within documents, whose ids are stand-ins or a recipe's first tables."""
+    q, k = same.args
+    rows, columns = q.axes or "", k.axes or ""
+    starts = q.beside(2, "firsts", rows), k.beside(3, "firsts", columns)
+    return Mask.of(WITHIN, q, k, mask, *starts, *(q.beside(i, "constant", rows) for i in (4, 5)))
+
+
+def _same(recipe: Recipe, typical: int, axes: str = "") -> Mask:
     """Return the mask of a recipe for the ids of rows and of columns."""
     q = Values(axes=f"{axes}q", typical=typical, pattern="ids", recipe=recipe)
-    return SameDocument(q, q.beside(1, "ids", f"{axes}k"))
+    return Mask.of(SAME_ID, q, q.beside(1, "ids", f"{axes}k"))
 
 
 def _both_ways(recipe: Recipe, typical: int, axes: str = "") -> Mask:
     """Return the mask of a recipe for `first[q] <= k < end[q]` and the same by column."""
-    return Intervals.of(Values(axes=f"{axes}q", typical=typical, recipe=recipe))
+    return intervals(Values(axes=f"{axes}q", typical=typical, recipe=recipe))
 
 
 # --------------------------------------------------------------------------------------------------
 # Recipes
 
 
-def _crossed(
-    cu_q: torch.Tensor, cu_kv: torch.Tensor, lengths: Lengths, *parts: Causal | SlidingWindow | Full
-) -> Tables:
+def _crossed(cu_q: torch.Tensor, cu_kv: torch.Tensor, lengths: Lengths, *windows: Window) -> Tables:
     """Return first and end by row, then by column: a token sees its document, under causal masks
     and windows."""
     rows, columns = Documents.of(cu_q, lengths[0]), Documents.of(cu_kv, lengths[1])
     first = columns.start[rows.document]
     length = columns.length[rows.document]
     low, high = torch.zeros_like(length), length
-    for part in parts:
-        if isinstance(part, Full):
-            continue
+    for left, right, alignment in windows:
         centre = rows.local
-        if part.alignment == "bottom_right":
+        if alignment == "bottom_right":
             centre = centre + length - rows.length[rows.document]
-        left, right = (None, 0) if isinstance(part, Causal) else (part.left, part.right)
         if left is not None:
             low = torch.maximum(low, torch.minimum(centre - left, length))  # pyright: ignore
         if right is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import fields
 from functools import wraps
 from threading import RLock
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -59,8 +58,6 @@ def _key(item: Any) -> Hashable:
     """Return a key of a mask, with numbers in the place of its tensors."""
     if isinstance(item, Values):
         return item if item.is_stand_in else id(item)
-    if isinstance(item, tuple):
-        return tuple(map(_key, item))
     if isinstance(item, Mask):
-        return (type(item), *(_key(getattr(item, one.name)) for one in fields(item)))  # type: ignore[arg-type]
+        return (item.form, *map(_key, item.args))
     return item

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tilegen.errors import Unsupported
 from tilegen.kernels.arguments import LISTS, Line
 from tilegen.masks.apart import apart
 from tilegen.masks.language.algebra import conjuncts, less, minimum
@@ -21,9 +20,10 @@ from tilegen.masks.language.integers import linear
 from tilegen.masks.language.loads import Loads, reading
 from tilegen.masks.language.triton_source import NAMES, Writer
 from tilegen.masks.mask import Mask, Side
-from tilegen.masks.tiles.closed_form import Interval, StreamSets, edges, stream_sets
+from tilegen.masks.tiles.closed_form import Interval, StreamSets, edges
 from tilegen.masks.tiles.intervals import Arithmetic, Edges, Range, merge
-from tilegen.masks.usual import Unlisted
+from tilegen.masks.tiles.visit import visit
+from tilegen.masks.usual import UNLISTED
 from tilegen.masks.values import LIMIT
 
 
@@ -174,7 +174,7 @@ def ranges_source(mask: Mask, side: Side, *, in_part: bool = False) -> Ranges:
     those outside of [part_lo, part_hi)."""
     axis = "q" if side == "rows" else "k"
     names = {FIRST: f"{axis}_first", LAST: f"{axis}_last"} | NAMES
-    sets = closed_form(mask, side)
+    sets = visit(mask, side).sets
     if sets is None:
         return _lists(mask, side, in_part)
     writer = Writer(names, _loads(mask), stem="r")
@@ -183,30 +183,15 @@ def ranges_source(mask: Mask, side: Side, *, in_part: bool = False) -> Ranges:
     return _several(sets, writer, side, in_part)
 
 
-def is_single(mask: Mask, side: Side) -> bool:
-    """Return whether a kernel visits one range of tiles, in order."""
-    sets = closed_form(mask, side)
-    return sets is not None and sets.full is not None
-
-
-def closed_form(mask: Mask, side: Side) -> StreamSets | None:
-    """Return the closed form, or None where there is none or it is too long."""
-    try:
-        sets = stream_sets(mask, side)
-    except Unsupported:
-        return None
-    return sets if sets.is_short else None
-
-
 def unlisted(mask: Mask) -> Mask:
     """Return the mask that kernels of keys in pages compute in the place of one: itself where tiles
     of rows come in closed form."""
-    return mask if closed_form(mask.general, "rows") else Unlisted(mask)
+    return mask if visit(mask.general, "rows").sets else Mask.of(UNLISTED, mask)
 
 
 def extras(mask: Mask, side: Side) -> tuple[Line, ...]:
     """Return the tensors and sizes that the kernels of a side read for a mask."""
-    ranges = closed_form(mask, side)
+    ranges = visit(mask, side).sets
     expressions = [mask.predicate(side), *(ranges.bounds if ranges else ())]
     elements = [value.elements for value in mask.values]
     found = reading(expressions, "t", elements, "what the mask reads, with its sizes")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tilegen.errors import InvalidProblem
+from tilegen.masks.form import Condition, Form, Side
 from tilegen.masks.mask import Mask
 from tilegen.masks.values import Lengths, Pair, Values, as_tensor, is_checked
 
@@ -13,50 +13,57 @@ if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True)
-class Tree(Mask):
-    """`k < base or table[(b,) q, k - base]`, `base` the keys before those of the queries.
+def _check_rows(
+    seqlen_q: int, seqlen_kv: int, table: Values, lengths: Values | None = None
+) -> None:
+    if table.is_stand_in:
+        return
+    width = table.sources[0].shape[-1]
+    if seqlen_q > width:
+        raise InvalidProblem(
+            f"a tree of {width} tokens has rows for as many queries, got {seqlen_q}"
+        )
 
-    The queries are the last `seqlen_q` of `seqlen_kv` keys, or of `lengths[b]` where these are
-    given; keys from there on are dropped.
-    """
 
-    table: Values
-    """bool, indexed by query and by key behind `base`; beyond its end nothing is kept."""
-    lengths: Values | None = None
+def _end(at: Pair, lengths: Values | None) -> Any:
+    return at.seqlen_kv if lengths is None else lengths.at(at)
 
-    @property
-    def notation(self) -> str:
-        lengths = "" if self.lengths is None else f",{self.lengths.notation}"
-        return f"tree({self.table.notation}{lengths})"
 
-    def check_lengths(self, seqlen_q: int, seqlen_kv: int) -> None:
-        if self.table.is_stand_in:
-            return
-        width = self.table.sources[0].shape[-1]
-        if seqlen_q > width:
-            raise InvalidProblem(
-                f"a tree of {width} tokens has rows for as many queries, got {seqlen_q}"
-            )
+def _keep(at: Pair, _: Side, table: Values, lengths: Values | None = None) -> Condition:
+    from tilegen.masks.language.algebra import maximum
 
-    def keep(self, at: Pair) -> Any:
-        from tilegen.masks.language.algebra import maximum
+    end = _end(at, lengths)
+    base = end - at.seqlen_q
+    kept = (at.k < base) | table.at(at, at.q, maximum(at.k - base, 0))
+    return kept if lengths is None else kept & (at.k < end)
 
-        end = at.seqlen_kv if self.lengths is None else self.lengths.at(at)
-        base = end - at.seqlen_q
-        kept = (at.k < base) | self.table.at(at, at.q, maximum(at.k - base, 0))
-        return kept if self.lengths is None else kept & (at.k < end)
 
-    def enclosing(self, at: Pair) -> tuple[Any, Any]:
-        if self.lengths is None:
-            return True, at.k < at.seqlen_kv - at.seqlen_q
-        end = self.lengths.at(at)
-        return at.k < end, at.k < end - at.seqlen_q
+def _enclosing(
+    at: Pair, _: Side, table: Values, lengths: Values | None = None
+) -> tuple[Condition, Condition]:
+    end = _end(at, lengths)
+    before = at.k < end - at.seqlen_q
+    return (True, before) if lengths is None else (at.k < end, before)
+
+
+TREE = Form(
+    "tree",
+    _keep,
+    enclosing=_enclosing,
+    check_lengths=_check_rows,
+    apart=lambda table, *lengths: "keys" if lengths else "",
+)
+"""`k < base or table[(b,) q, k - base]`, `base` the keys before those of the queries.
+
+The queries are the last `seqlen_q` of `seqlen_kv` keys, or of `lengths[b]` where these are given as
+a second argument; keys from there on are dropped. The table is bool, indexed by query and by key
+behind `base`; beyond the end of the table nothing is kept.
+"""
 
 
 def trees_of(mask: Mask) -> int:
     """Return how many tables of trees a mask reads."""
-    return isinstance(mask, Tree) + sum(map(trees_of, mask.parts))
+    return (mask.form is TREE) + sum(map(trees_of, mask.parts))
 
 
 def ancestors(parents: Any) -> torch.Tensor:

@@ -1,238 +1,219 @@
-"""The kinds of masks beyond causal and windows."""
+"""The forms of masks beyond causal and windows, and constructors of those that read no recipe."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any
 
 from tilegen.errors import InvalidProblem
-from tilegen.masks.mask import And, Causal, Full, Mask, Side, SlidingWindow
-from tilegen.masks.tree import Tree
+from tilegen.masks.form import Condition, Form, Side
+from tilegen.masks.mask import Mask, full
 from tilegen.masks.values import Pair, Pattern, Values, check_number
 
 
-@dataclass(frozen=True)
-class _OfNumber(Mask):
-    """A mask that one number describes; a kernel may read it at run time."""
-
-    number: int | Values
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.number, Values):
-            check_number(f"N of {self.name}(N)", self.number)
-
-
-class PrefixLM(_OfNumber):
-    """`k <= q or k < number`: the prefix sees all of itself, what follows is causal."""
-
-    name = "prefix_lm"
-
-    def keep(self, at: Pair) -> Any:
-        return (at.k <= at.q) | (at.k < at.number(self.number))
-
-
-class GlobalTokens(_OfNumber):
-    """`q < number or k < number`: the first tokens see everything and are seen by all."""
-
-    name = "global"
-
-    def keep(self, at: Pair) -> Any:
-        tokens = at.number(self.number)
-        return (at.q < tokens) | (at.k < tokens)
-
-
-class KvPrefix(_OfNumber):
-    """`k < number`: only the first columns, by batch for padded batches."""
-
-    name = "kv_prefix"
-
-    def keep(self, at: Pair) -> Any:
-        return at.k < at.number(self.number)
-
-
-@dataclass(frozen=True)
-class Dilated(Mask):
-    """`(q - k) % step == 0`: every step-th column, counted from the row's own."""
-
-    name = "dilated"
-
-    step: int
-
-    def __post_init__(self) -> None:
-        check_number("step", self.step, low=1)
-
-    def keep(self, at: Pair) -> Any:
-        return equal((at.q - at.k) % self.step, 0)
-
-
-@dataclass(frozen=True)
-class Intervals(Mask):
-    """`first[q] <= k < end[q]`, where neither falls as q rises: documents of a packed sequence.
-
-    The same pairs by column: `first_row[k] <= q < end_row[k]`.
-    """
-
-    first: Values
-    end: Values
-    first_row: Values
-    end_row: Values
-    by: Side = "rows"
-    """The tables that the predicate reads: those by row, or those by column."""
-
-    @classmethod
-    def of(cls, first: Values) -> Intervals:
-        """Return the mask of the four tables of a recipe, of which `first` is the first, or of
-        stand-ins that are as `first` is."""
-        sides: tuple[tuple[str, Pattern], ...]
-        sides = ("q", "firsts"), ("q", "ends"), ("k", "firsts"), ("k", "ends")
-        axes = (first.axes or "")[:-1]
-        parts = (first.beside(i, how, axes + axis) for i, (axis, how) in enumerate(sides))
-        first, end, first_row, end_row = parts
-        return cls(first, end, first_row, end_row)
-
-    @property
-    def notation(self) -> str:
-        return f"documents({self.first.notation})"
-
-    def keep(self, at: Pair) -> Any:
-        by_row, by_column = (self.first, self.end), (self.first_row, self.end_row)
-        ends, index = (by_row, at.k) if self.by == "rows" else (by_column, at.q)
-        first, end = (one.at(at) for one in ends)
-        return (first <= index) & (index < end)
-
-    def for_side(self, side: Side) -> Mask:
-        return replace(self, by=side)
-
-
-@dataclass(frozen=True)
-class SameDocument(Mask):
-    """`ids_q[q] == ids_kv[k]`, ids in any order."""
-
-    name = "same_id"
-
-    ids_q: Values
-    ids_kv: Values
-
-    def keep(self, at: Pair) -> Any:
-        return equal(self.ids_q.at(at), self.ids_kv.at(at))
-
-
-@dataclass(frozen=True)
-class BlockSparse(Mask):
-    """`layout[(b,) (h,) q // block, k // block]`; pairs beyond the layout are dropped."""
-
-    name = "block_sparse"
-
-    layout: Values
-    block: int
-
-    def check_lengths(self, seqlen_q: int, seqlen_kv: int) -> None:
-        if self.layout.is_stand_in:
-            return
-        found = tuple(self.layout.tensor.shape[-2:])
-        needed = tuple(-(-length // self.block) for length in (seqlen_q, seqlen_kv))
-        if self.block == 1 and found != needed:
-            raise InvalidProblem(
-                f"a bool tensor as mask must have the lengths of the call, {needed}, got {found}"
-            )
-        if found[0] < needed[0] or found[1] < needed[1]:
-            raise InvalidProblem(
-                f"a layout of blocks of {self.block} must cover lengths {seqlen_q} and {seqlen_kv} "
-                f"with {needed[0]} x {needed[1]} blocks, got {found[0]} x {found[1]}"
-            )
-
-    def keep(self, at: Pair) -> Any:
-        return self.layout.at(at, at.q // self.block, at.k // self.block)
-
-
-@dataclass(frozen=True)
-class Neighborhood(Mask):
-    """Every dimension's window around a point, moved inwards at the borders, as NATTEN defines it.
-
-    Points of a grid are numbered row by row; both sequences are the same grid.
-    """
-
-    name = "neighborhood"
-
-    grid: tuple[int, ...]
-    window: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        if not 1 <= len(self.grid) <= 3 or len(self.grid) != len(self.window):
-            raise InvalidProblem(
-                "neighborhood needs one to three dimensions and a window for each, "
-                f"got grid {self.grid} and window {self.window}"
-            )
-        for size in self.grid:
-            check_number("grid", size, low=1)
-        for size in self.window:
-            check_number("window", size, low=1)
-            if size % 2 == 0:
-                raise InvalidProblem(f"window must be odd, got {size}")
-
-    def check_lengths(self, seqlen_q: int, seqlen_kv: int) -> None:
-        points = math.prod(self.grid)
-        if (seqlen_q, seqlen_kv) != (points, points):
-            raise InvalidProblem(
-                f"{self.notation} needs sequences of {points} points, "
-                f"got {seqlen_q} and {seqlen_kv}"
-            )
-
-    def keep(self, at: Pair) -> Any:
-        keep: Any = True
-        stride = 1
-        for axis in reversed(range(len(self.grid))):
-            size, window = self.grid[axis], min(self.window[axis], self.grid[axis])
-            own, seen = at.q // stride, at.k // stride
-            if axis:
-                own, seen = own % size, seen % size
-            first = own - self.window[axis] // 2
-            above = (seen >= first) | (seen >= size - window)
-            below = (seen < first + self.window[axis]) | (seen < window)
-            inside = above & below & (seen < size) if not axis else above & below
-            keep = inside & keep
-            stride *= size
-        return keep
-
-
-@dataclass(frozen=True)
-class Unlisted(Mask):
-    """The same mask over keys in pages, whose lengths the host does not know: no lists of tiles can
-    be made.
-
-    The parts with a closed form say which tiles are visited; all others are computed for each of
-    their pairs. `AttentionProblem.normal` rewrites problems so.
-    """
-
-    mask: Mask
-
-    @property
-    def notation(self) -> str:
-        return f"unlisted({self.mask.notation})"
-
-    @property
-    def parts(self) -> tuple[Mask, ...]:
-        return (self.mask,)
-
-    def with_parts(self, changed: Callable[[Mask], Mask]) -> Mask:
-        return Unlisted(changed(self.mask))
-
-    def keep(self, at: Pair) -> Any:
-        return self.mask.keep(at)
-
-
-def is_surely_solved(mask: Mask) -> bool:
-    """Return whether a mask surely has a closed form, without solving it."""
-    if isinstance(mask, Unlisted | Tree | KvPrefix):
-        return True
-    parts = mask.parts if isinstance(mask, And) else (mask,)
-    return all(isinstance(part, Full | Causal | SlidingWindow | Intervals) for part in parts)
-
-
-def equal(left: Any, right: Any) -> Any:
+def equal(left: Any, right: Any) -> Condition:
     """Return the condition that two numbers are equal."""
     from tilegen.masks.language import algebra
 
     return algebra.equal(left, right)
+
+
+# --------------------------------------------------------------------------------------------------
+# Of a number, which a kernel may read at run time
+
+
+def _prefix_keep(at: Pair, _: Side, number: Any) -> Condition:
+    return (at.k <= at.q) | (at.k < at.number(number))
+
+
+def _global_keep(at: Pair, _: Side, number: Any) -> Condition:
+    tokens = at.number(number)
+    return (at.q < tokens) | (at.k < tokens)
+
+
+PREFIX_LM = Form("prefix_lm", _prefix_keep)
+GLOBAL = Form("global", _global_keep)
+KV_PREFIX = Form(
+    "kv_prefix",
+    lambda at, side, number: at.k < at.number(number),
+    apart=lambda number: "keys",
+)
+DILATED = Form("dilated", lambda at, side, step: equal((at.q - at.k) % step, 0))
+
+
+def prefix_lm(prefix: int | Values) -> Mask:
+    """Return `k <= q or k < prefix`: bidirectional in the prefix, causal behind it."""
+    return Mask.of(PREFIX_LM, _number("prefix_lm", prefix))
+
+
+def global_tokens(tokens: int | Values) -> Mask:
+    """Return `q < tokens or k < tokens`: the first tokens see everything and are seen by all. Join
+    with a window by `|`, as Longformer does."""
+    return Mask.of(GLOBAL, _number("global", tokens))
+
+
+def kv_prefix(columns: int | Values) -> Mask:
+    """Return `k < columns`: only the first columns, by batch for padded batches."""
+    return Mask.of(KV_PREFIX, _number("kv_prefix", columns))
+
+
+def dilated(step: int) -> Mask:
+    """Return `(q - k) % step == 0`: every step-th column, counted from the row's own.
+
+    Join with causal and windows by `&`; rows and columns are then regrouped by their remainder, so
+    that kernels visit kept pairs only. A window of w tokens at this dilation is
+    `sliding_window((w - 1) * step) & dilated(step)`.
+    """
+    check_number("step", step, low=1)
+    return full() if step == 1 else Mask.of(DILATED, step)
+
+
+def _number(name: str, number: int | Values) -> int | Values:
+    if not isinstance(number, Values):
+        check_number(f"N of {name}(N)", number)
+    return number
+
+
+# --------------------------------------------------------------------------------------------------
+# Of documents
+
+
+def _documents_keep(
+    at: Pair, side: Side, first: Values, end: Values, first_row: Values, end_row: Values
+) -> Condition:
+    if side == "columns":
+        return (first_row.at(at) <= at.q) & (at.q < end_row.at(at))
+    return (first.at(at) <= at.k) & (at.k < end.at(at))
+
+
+DOCUMENTS = Form(
+    "documents",
+    _documents_keep,
+    spelt=lambda first, *_: f"documents({first.notation})",
+    apart=lambda *_: "pairs",
+    is_solved=True,
+)
+"""`first[q] <= k < end[q]`, where neither falls as q rises: documents of a packed sequence. The
+same pairs by column are `first_row[k] <= q < end_row[k]`."""
+SAME_ID = Form(
+    "same_id",
+    lambda at, side, ids_q, ids_kv: equal(ids_q.at(at), ids_kv.at(at)),
+    apart=lambda *_: "pairs",
+)
+"""`ids_q[q] == ids_kv[k]`, ids in any order."""
+
+
+def intervals(first: Values) -> Mask:
+    """Return the mask of documents whose four tables a recipe makes, of which `first` is the first;
+    or of stand-ins like `first`."""
+    sides: tuple[tuple[str, Pattern], ...]
+    sides = ("q", "firsts"), ("q", "ends"), ("k", "firsts"), ("k", "ends")
+    axes = (first.axes or "")[:-1]
+    return Mask.of(
+        DOCUMENTS, *[first.beside(i, how, axes + axis) for i, (axis, how) in enumerate(sides)]
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Of blocks
+
+
+def _check_layout(seqlen_q: int, seqlen_kv: int, layout: Values, block: int) -> None:
+    if layout.is_stand_in:
+        return
+    sizes = tuple(layout.tensor.shape[-2:])
+    needed = tuple(-(-length // block) for length in (seqlen_q, seqlen_kv))
+    if block == 1 and sizes != needed:
+        raise InvalidProblem(
+            f"a bool tensor as mask must have the lengths of the call, {needed}, got {sizes}"
+        )
+    if sizes[0] < needed[0] or sizes[1] < needed[1]:
+        raise InvalidProblem(
+            f"a layout of blocks of {block} must cover lengths {seqlen_q} and {seqlen_kv} "
+            f"with {needed[0]} x {needed[1]} blocks, got {sizes[0]} x {sizes[1]}"
+        )
+
+
+BLOCK_SPARSE = Form(
+    "block_sparse",
+    lambda at, side, layout, block: layout.at(at, at.q // block, at.k // block),
+    check_lengths=_check_layout,
+)
+"""`layout[(b,) (h,) q // block, k // block]`; pairs beyond the layout are dropped."""
+
+
+# --------------------------------------------------------------------------------------------------
+# Of a grid of points
+
+
+def _neighborhood_keep(
+    at: Pair, _: Side, grid: tuple[int, ...], windows: tuple[int, ...]
+) -> Condition:
+    keep: Any = True
+    stride = 1
+    for axis in reversed(range(len(grid))):
+        size, window = grid[axis], min(windows[axis], grid[axis])
+        own, seen = at.q // stride, at.k // stride
+        if axis:
+            own, seen = own % size, seen % size
+        first = own - windows[axis] // 2
+        above = (seen >= first) | (seen >= size - window)
+        below = (seen < first + windows[axis]) | (seen < window)
+        inside = above & below & (seen < size) if not axis else above & below
+        keep = inside & keep
+        stride *= size
+    return keep
+
+
+def _check_points(
+    seqlen_q: int, seqlen_kv: int, grid: tuple[int, ...], windows: tuple[int, ...]
+) -> None:
+    points = math.prod(grid)
+    if (seqlen_q, seqlen_kv) != (points, points):
+        raise InvalidProblem(
+            f"{Mask.of(NEIGHBORHOOD, grid, windows)} needs sequences of {points} points, "
+            f"got {seqlen_q} and {seqlen_kv}"
+        )
+
+
+NEIGHBORHOOD = Form("neighborhood", _neighborhood_keep, check_lengths=_check_points, is_tied=True)
+"""Every dimension's window around a point, moved inwards at the borders, as NATTEN defines it.
+Points of a grid are numbered row by row; both sequences are the same grid."""
+
+
+def neighborhood(grid: int | tuple[int, ...], window: int | tuple[int, ...]) -> Mask:
+    """Return NATTEN's mask: the `window` (odd) nearest points in each dimension of a `grid`.
+
+    Both sequences are the grid's points, row by row: their length is its product.
+    """
+    grid, window = (
+        (sizes,) if isinstance(sizes, int) else tuple(sizes) for sizes in (grid, window)
+    )
+    if not 1 <= len(grid) <= 3 or len(grid) != len(window):
+        raise InvalidProblem(
+            "neighborhood needs one to three dimensions and a window for each, "
+            f"got grid {grid} and window {window}"
+        )
+    for size in grid:
+        check_number("grid", size, low=1)
+    for size in window:
+        check_number("window", size, low=1)
+        if size % 2 == 0:
+            raise InvalidProblem(f"window must be odd, got {size}")
+    return Mask.of(NEIGHBORHOOD, grid, window)
+
+
+# --------------------------------------------------------------------------------------------------
+# Of another mask
+
+
+UNLISTED = Form("unlisted", lambda at, side, mask: mask.keep(at, side))
+"""The same mask over keys in pages, whose lengths the host does not know: no lists of tiles can be
+made. The parts with a closed form say which tiles are visited; all others are computed for each of
+their pairs. `AttentionProblem.normal` rewrites problems so."""
+
+
+def is_surely_solved(mask: Mask) -> bool:
+    """Return whether a mask surely has a closed form, without solving it."""
+    alone = mask.form in (UNLISTED, KV_PREFIX) or mask.form.name == "tree"
+    return alone or all(part.form.is_solved for part in mask.conjuncts)

@@ -276,12 +276,14 @@ def values(tensor: Any, axes: str) -> Values:
     return Values(axes=axes, typical=typical_of(tensor), tensor=tensor)
 
 
-def shown(value: int | tuple[int, ...] | Values) -> str:
-    """Return a part of a mask as its notation spells it."""
-    if isinstance(value, tuple):
-        return "x".join([shown(one) for one in value])
-    # torch.compile may have made a variable of an integer, and makes a constant of it for `int`.
-    return value.notation if isinstance(value, Values) else f"{int(value)}"
+def shown(argument: Any) -> str:
+    """Return an argument of a mask as the notation of the mask spells it."""
+    if isinstance(argument, tuple):
+        return "x".join([shown(size) for size in argument])
+    if isinstance(argument, int):
+        # torch.compile may have made a variable of an integer; `int` makes a constant of it.
+        return f"{int(argument)}"
+    return argument.notation
 
 
 def check_number(name: str, value: object, *, low: int = 0, or_else: str = "") -> None:

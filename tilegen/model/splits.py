@@ -12,8 +12,9 @@ from tilegen.kernels.config import TileConfig
 from tilegen.kernels.registry import tile_heads
 from tilegen.kernels.split_kv import FILLING, usual_tiles
 from tilegen.masks.grouping import packed_heads
-from tilegen.masks.source import is_single, ranges_source
+from tilegen.masks.source import ranges_source
 from tilegen.masks.tiles.tile_ranges import counted_over, tile_ranges
+from tilegen.masks.tiles.visit import visit
 from tilegen.model.visits import mean_of, visits, visits_of
 from tilegen.problem import AttentionProblem
 from tilegen.task import Tiled
@@ -134,7 +135,7 @@ def divided_splits(
         over = {"block_m": block_m, "block_n": block, "batch": batch, "heads": heads}
         return tile_ranges(mask, "rows", **lengths, **over).visited
 
-    if is_single(mask, "rows"):  # divide the tiles that a tile of queries visits
+    if visit(mask, "rows").strategy == "single":  # divide the tiles that a tile of queries visits
         tiles = visited(block_n)
         tiles_each = np.maximum(np.minimum(usual, -(-tiles // to_fill)), -(-tiles // count))
         splits, longest = -(-tiles // np.maximum(tiles_each, 1)), int(tiles_each.max())

@@ -26,8 +26,8 @@ from typing import Any, Literal
 import numpy as np
 import sympy as sp
 
-from tilegen.masks.mask import Causal, Full, Mask, SlidingWindow
-from tilegen.masks.usual import PrefixLM
+from tilegen.masks.mask import WINDOW, Mask
+from tilegen.masks.usual import PREFIX_LM
 from tilegen.model.mask_size import Bands, Numbers, bands, mask_size
 from tilegen.model.symbols import N, N_kv, N_q, g, k, p, u, w_b
 
@@ -132,17 +132,15 @@ def _evaluator(family: Family) -> Callable[..., float]:
 
 def family_of(mask: Mask, seqlen_q: int, seqlen_kv: int) -> Family | None:
     """Return the family of a mask; None if `u` must be counted from its rows and columns."""
-    match mask:
-        case Full():
-            return "full"
-        case Causal() if seqlen_q == seqlen_kv:
-            return "causal"
-        case SlidingWindow(left=int(), right=int()):
-            return "window"
-        case PrefixLM(number=int()) if seqlen_q == seqlen_kv:
-            return "prefix"
-        case _:
-            return None
+    if mask.is_full:
+        return "full"
+    if mask.is_causal and seqlen_q == seqlen_kv:
+        return "causal"
+    if mask.form is WINDOW and None not in mask.args and not mask.values:
+        return "window"
+    if mask.form is PREFIX_LM and not mask.values and seqlen_q == seqlen_kv:
+        return "prefix"
+    return None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -172,13 +170,10 @@ def subgrids(mask: Mask, seqlen_q: int, seqlen_kv: int, group: int) -> Subgrids:
     most: float = by_degrees(degree, degree, group)
     if (family := family_of(mask, seqlen_q, seqlen_kv)) is not None:
         prefix = 0
-        match mask:
-            case SlidingWindow(left=int(left), right=int(right)):
-                width = min(width, left + right + 1)
-            case PrefixLM(number=int(columns)):
-                prefix = min(columns, seqlen_kv)
-            case _:
-                pass
+        if family == "window":
+            width = min(width, mask.args[0] + mask.args[1] + 1)
+        elif family == "prefix":
+            prefix = min(mask.args[0], seqlen_kv)
         density = float(_evaluator(family)(seqlen_q, seqlen_kv, group, width, prefix))
         return Subgrids(min(most, density), width, family if density <= most else None)
     rows, columns = (bands(mask, side, seqlen_q, seqlen_kv) for side in ("rows", "columns"))

@@ -9,8 +9,8 @@ import numpy as np
 
 from tilegen.emit.identity import rows_are_aligned, stride_unit
 from tilegen.masks.mask import Side
-from tilegen.masks.source import is_single
 from tilegen.masks.tiles.tile_ranges import counted_over, tile_ranges
+from tilegen.masks.tiles.visit import visit
 from tilegen.problem import AttentionProblem
 from tilegen.task import KernelTask, Tiled
 
@@ -75,7 +75,9 @@ def visits_of(
     counts = counted(block_n)
     if not (split_kv and task.in_order):
         return counts
-    if not is_single(problem.mask, side):  # all tiles of each split with a visited tile
+    if (
+        visit(problem.mask, side).strategy != "single"
+    ):  # all tiles of each split with a visited tile
         splits = counted(split_kv)
         tiles_each = split_kv // block_n
         most = min(splits.tiles * tiles_each, splits.programs * -(-problem.seqlen_kv // block_n))

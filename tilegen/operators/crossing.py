@@ -10,7 +10,7 @@ import torch
 from tilegen.errors import InvalidProblem
 from tilegen.masks.kinds import check_mask
 from tilegen.masks.made import Chain, InDocuments
-from tilegen.masks.mask import TYPICAL, Mask, Not, values_of
+from tilegen.masks.mask import NOT, TYPICAL, Mask, values_of
 from tilegen.masks.score import Score, check_function
 
 
@@ -75,8 +75,8 @@ def _mask(mask: Any, encoded: Crossing) -> str:
     check_mask(mask)
     made = getattr(mask, "_made", None)
     if made is None:
-        if isinstance(mask, Not):
-            return f'["~",{_mask(mask.part, encoded)}]'
+        if mask.form is NOT:
+            return f'["~",{_mask(mask.args[0], encoded)}]'
         return _plain(mask, encoded)
     how = made[0]
     if how == "function":

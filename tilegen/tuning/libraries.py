@@ -11,7 +11,6 @@ from tilegen.choose.libraries import why_not
 from tilegen.disk import log
 from tilegen.errors import Unsupported
 from tilegen.kernels.spec import BACKENDS, Backend, Direction
-from tilegen.masks.mask import Causal
 from tilegen.problem import AttentionProblem
 from tilegen.store.library_record import LibraryRecord, save_library
 from tilegen.store.versions import current_versions
@@ -104,7 +103,7 @@ def _run(
     from tilegen.launch.libraries import OPERATORS
 
     operators, qkv = OPERATORS[backend], (inputs.q, inputs.k, inputs.v)
-    causal, scale = isinstance(problem.mask, Causal), problem.head_dim_qk**-0.5
+    causal, scale = problem.mask.is_causal, problem.head_dim_qk**-0.5
     forward = partial(operators.forward, *qkv, causal, scale)
     if direction == "forward":
         return forward

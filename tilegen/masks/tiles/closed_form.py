@@ -22,6 +22,7 @@ from functools import cached_property
 from itertools import product
 
 from tilegen.errors import Unsupported
+from tilegen.masks.form import Side
 from tilegen.masks.language.algebra import (
     add,
     at_most,
@@ -55,12 +56,12 @@ from tilegen.masks.language.expr import (
 from tilegen.masks.language.integers import combined, linear
 from tilegen.masks.language.limits import limits
 from tilegen.masks.language.rewriting import made, replaced
-from tilegen.masks.mask import Mask, Side
+from tilegen.masks.mask import Mask
 from tilegen.masks.pairs import AT, named
 from tilegen.masks.remembered import by_mask
 from tilegen.masks.tiles.containment import outermost
 from tilegen.masks.tiles.intervals import Edges
-from tilegen.masks.usual import Unlisted
+from tilegen.masks.usual import UNLISTED
 
 MAX_CONJUNCTIONS = 16
 """Most conjunctions of a predicate in disjunctive normal form; one with more goes to tile lists."""
@@ -183,7 +184,7 @@ def _solved(mask: Mask, side: Side) -> StreamSets | str:
 
 def _solve_sets(mask: Mask, side: Side) -> StreamSets:
     stationary, streamed, length = (Q, K, SEQLEN_KV) if side == "rows" else (K, Q, SEQLEN_Q)
-    most, sure = (named(mask.values, one) for one in mask.for_side(side).enclosing(AT))
+    most, sure = (named(mask.values, one) for one in mask.enclosing(AT, side))
     rising = {slot for slot, value in enumerate(mask.values) if value.rising}
     inside = [streamed, length - 1 - streamed]
 
@@ -195,7 +196,7 @@ def _solve_sets(mask: Mask, side: Side) -> StreamSets:
         dropped = [solved(one) for one in _disjunctive_normal_form(opposite(sure))]
         return StreamSets(_some(live), _some(dropped), length)
 
-    return _enclosing(most, sure, sets) if isinstance(mask, Unlisted) else sets(most, sure)
+    return _enclosing(most, sure, sets) if mask.form is UNLISTED else sets(most, sure)
 
 
 def _enclosing(most: Expr, sure: Expr, sets: Callable[[Expr, Expr], StreamSets]) -> StreamSets:

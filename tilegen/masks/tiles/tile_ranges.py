@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -18,14 +18,15 @@ from tilegen.kernels.config import BLOCK_SIZES
 from tilegen.masks.expression_mask import typical
 from tilegen.masks.language.evaluation import points
 from tilegen.masks.language.expr import FIRST, LAST, SEQLEN_KV, SEQLEN_Q, B, H, captured_slots
-from tilegen.masks.mask import Mask, Side, SlidingWindow
+from tilegen.masks.mask import WINDOW, Mask, Side
 from tilegen.masks.remembered import by_mask
 from tilegen.masks.shapes import Shape, TiledShape
 from tilegen.masks.tensors import tensors_of
-from tilegen.masks.tiles.closed_form import depends_on, edges, stream_sets
+from tilegen.masks.tiles.closed_form import StreamSets, depends_on, edges
 from tilegen.masks.tiles.intervals import Arithmetic, Edges, Range, Visited, merge
 from tilegen.masks.tiles.tile_lists import build
-from tilegen.masks.usual import Neighborhood
+from tilegen.masks.tiles.visit import visit
+from tilegen.masks.usual import NEIGHBORHOOD
 from tilegen.masks.values import Values
 
 LONGEST = 2048
@@ -209,26 +210,34 @@ def _solved(mask: Mask, side: Side) -> tuple[Mask, tuple[Values, ...]]:
 
 def _with_scalars(mask: Mask) -> Mask:
     """Return a mask that reads the sides of its windows, which is solved once for all widths."""
-    if not isinstance(mask, SlidingWindow):
+    if mask.form is not WINDOW:
         return mask.with_parts(_with_scalars)
 
     def scalar(side: int | Values | None) -> Values | None:
         return Values(axes="", typical=side) if isinstance(side, int) else side
 
-    return replace(mask, left=scalar(mask.left), right=scalar(mask.right))
+    left, right, alignment = mask.args
+    return Mask.of(WINDOW, scalar(left), scalar(right), alignment)
+
+
+def _sets(mask: Mask, side: Side) -> StreamSets:
+    chosen = visit(mask, side)
+    if chosen.sets is None:
+        raise Unsupported(chosen.reason)
+    return chosen.sets
 
 
 @by_mask(512)
 def _read(mask: Mask, side: Side) -> frozenset[int]:
     """Return the slots of the values that decide which tiles are visited. Raises Unsupported."""
-    bounds = stream_sets(mask, side).bounds
+    bounds = _sets(mask, side).bounds
     return frozenset(slot for one in bounds for slot in captured_slots(one))
 
 
 @by_mask(512)
 def _intervals(mask: Mask, side: Side) -> tuple[list[Edges], list[Edges]]:
     """Return the edges of the live and of the dropped intervals, as they are computed."""
-    sets = stream_sets(mask, side)
+    sets = _sets(mask, side)
     return [edges(one, sets.length) for one in sets.live], [edges(one) for one in sets.dropped]
 
 
@@ -246,12 +255,13 @@ def listed_ranges(mask: Mask, side: Side, shape: TiledShape) -> TileRanges:
     its grid.
     """
     shrink = max(shape.seqlen_q, shape.seqlen_kv) / LONGEST
-    if shrink > 1 and not _is_tied(mask):
+    if shrink > 1 and not mask.is_tied:
         return _scaled(mask, side, shape, shrink)
-    if shrink > 1 and isinstance(mask, Neighborhood):
-        lower = _lower(mask)
-        if lower != mask and max(shape.block_m, shape.block_n) <= BLOCK_SIZES[-1]:
-            points = math.prod(lower.grid)
+    if shrink > 1 and mask.form is NEIGHBORHOOD:
+        grid, window = mask.args
+        fewer = _fewer_rows(grid, window)
+        if fewer != grid and max(shape.block_m, shape.block_n) <= BLOCK_SIZES[-1]:
+            points, lower = math.prod(fewer), Mask.of(NEIGHBORHOOD, fewer, window)
             few = Shape(1, 1, points, points).tiled(shape.block_m, shape.block_n)
             return _stretched(listed_ranges(lower, side, few), side, shape)
     live, full = _tiles(mask, shape)
@@ -299,11 +309,11 @@ def _joined(flags: Flags, by: tuple[int, int], how: Callable[..., Any]) -> Flags
     return how(whole.reshape(batch, heads, rows, by[0], columns, by[1]), axis=(3, 5))
 
 
-def _lower(mask: Neighborhood) -> Neighborhood:
-    """Return the mask on a grid of fewer rows, where every point still sees as many others."""
-    stride = math.prod(mask.grid[1:])
-    rows = max(2 * mask.window[0], -(-LONGEST // stride))
-    return Neighborhood((min(rows, mask.grid[0]), *mask.grid[1:]), mask.window)
+def _fewer_rows(grid: tuple[int, ...], window: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a grid of fewer rows, where every point still sees as many others."""
+    stride = math.prod(grid[1:])
+    rows = max(2 * window[0], -(-LONGEST // stride))
+    return (min(rows, grid[0]), *grid[1:])
 
 
 def _scaled(mask: Mask, side: Side, shape: TiledShape, shrink: float) -> TileRanges:
@@ -332,13 +342,4 @@ def _stretched(near: TileRanges, side: Side, shape: TiledShape, factor: float = 
         ends=near.ends[..., same],
         block=block,
         length=length,
-    )
-
-
-def _is_tied(mask: Mask) -> bool:
-    """Whether a mask has a meaning at its own lengths only."""
-    return (
-        isinstance(mask, Neighborhood)
-        or any(not value.is_stand_in for value in mask.values)
-        or any(map(_is_tied, mask.parts))
     )

@@ -1,0 +1,82 @@
+"""Forms of masks: what masks have in common that differ in their arguments alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from tilegen.masks.shapes import Shape
+from tilegen.masks.values import Alignment, Values
+
+if TYPE_CHECKING:
+    pass
+
+Side = Literal["rows", "columns"]
+"""The axis whose tile stays on chip: query rows, past which KV tiles stream, or KV columns, past
+which query tiles stream."""
+Apart = Literal["", "keys", "pairs"]
+"""The part of a call that must reach nothing, not even as NaN: keys from some key on, or any pair
+that is dropped; empty: none."""
+Condition = Any
+"""An expression or a bool."""
+
+
+class Window(NamedTuple):
+    """Bounds of the distance from the diagonal: `-left <= k - q <= right`; None is unbounded."""
+
+    left: int | Values | None
+    right: int | Values | None
+    alignment: Alignment = "top_left"
+
+
+@dataclass(frozen=True, eq=False)
+class Form:
+    """A kind of masks: how arguments make a predicate, and the facts that hold for all arguments.
+
+    Each function takes the arguments of the mask last.
+    """
+
+    name: str
+    """The first word of the notation."""
+    keep: Callable[..., Condition]
+    """The condition `keep(at, side, *args)` under which a pair `at` is kept, as it is solved best
+    for tiles that keep a side on chip."""
+    enclosing: Callable[..., tuple[Condition, Condition]] | None = None
+    """Conditions `enclosing(at, side, *args)` that are easier to solve: the first holds wherever a
+    pair is kept, the second nowhere else. By default both are `keep`."""
+    spelt: Callable[..., str] | None = None
+    """The notation of `spelt(*args)`; by default `name(ARGUMENTS)`."""
+    window: Callable[..., Window] | None = None
+    """The bounds `window(*args)`, for forms that say nothing else."""
+    check_lengths: Callable[..., None] | None = None
+    """The check `check_lengths(seqlen_q, seqlen_kv, *args)`, which raises InvalidProblem."""
+    shape_of_parts: Callable[..., Shape] | None = None
+    """The shape `shape_of_parts(shape, *args)` of a call within the masks among the arguments."""
+    apart: Callable[..., Apart] | None = None
+    """The part of a call `apart(*args)` that must reach nothing."""
+    is_solved: bool = False
+    """Whether each mask of the form has a closed form: decided without expressions."""
+    is_tied: bool = False
+    """Whether a mask has a meaning at its own lengths only."""
+
+    def __post_init__(self) -> None:
+        _FORMS[self.name] = self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _form_named, (self.name,)
+
+    def __repr__(self) -> str:
+        return f"<form {self.name}>"
+
+
+_FORMS: dict[str, Form] = {}
+
+
+def _form_named(name: str) -> Form:
+    """Return the form of a name, for copies of masks."""
+    if name not in _FORMS:
+        for module in ("usual", "tree", "packed", "comparison", "expression_mask"):
+            import_module(f"tilegen.masks.{module}")
+    return _FORMS[name]
