@@ -72,12 +72,14 @@ def propose(
     task = _task(kernel, problem, device)
     if not isinstance(device, GpuSpec):
         if compile:
-            raise Unsupported("no tile of a processor is chosen by its code; leave compile out")
+            raise Unsupported(
+                f"compile is for GPUs, got the processor {device.name}; leave compile out"
+            )
         return ranked(task, top=top)
     if not compile:
         return with_verdicts(task, ranked(task, top=top), {})
     choice = choose_by_model(task)
-    task = choice.ranked.task  # for a kernel that joins splits, with the splits that were chosen
+    task = choice.ranked.task  # the splits that this kernel joins are settled now
     return with_verdicts(task, ranked(task, top=top), choice.tried)[:top]
 
 
@@ -189,7 +191,7 @@ def generate(
         path = write_bundle(problems, devices, out, directions=directions, on_kernel=on_kernel)
     except KeyboardInterrupt:
         raise TilegenError(
-            f"interrupted; what is built is kept in {out}, and the same command goes on"
+            f"interrupted; kernels built so far are kept in {out}; rerun the command to continue"
         ) from None
     return Bundle(path.parent).manifest
 
@@ -225,7 +227,9 @@ def tune(
 
     parsed = problem_of(problem)
     if storage and seconds is not None:
-        raise Unsupported("with a storage the budget is trials, not seconds: all machines share it")
+        raise Unsupported(
+            "with a storage the budget is trials, not seconds: machines share it; pass trials"
+        )
     spec = tuned_device() if gpu is None else device_of(gpu)
     if not isinstance(spec, GpuSpec) and seconds is None and trials is None:
         seconds = CPU_SECONDS
@@ -267,7 +271,7 @@ def verify(
     parsed, spec, tile = problem_of(problem).normal(), gpu_of(gpu), config_of(config)
     chosen = choose(parsed, spec)
     if (smaller := checkable(parsed)) != parsed:
-        log.info("too large to be checked here; the same kernels are checked on '%s'", smaller)
+        log.info("problem too large to check here; checking the same kernels on '%s'", smaller)
     configs = {kernel: tile or choice.config for kernel, choice in chosen.items()}
     return verification.verify(smaller, configs)
 
@@ -314,7 +318,7 @@ def gpu_of(given: GpuSpec | str | None, fast_memory: int | str | None = None) ->
     else:
         if isinstance(given, str) and is_processor(given):
             raise Unsupported(
-                f"expected a GPU, got the processor {given}; for its tiles and why: "
+                f"expected a GPU, got the processor {given}; to see its tiles, run "
                 f"tilegen propose PROBLEM --gpu {given}"
             )
         spec = given if isinstance(given, GpuSpec) else gpu_named(given)
@@ -362,7 +366,7 @@ def config_of(given: TileConfig | str | None) -> TileConfig | None:
 
 
 def kernel_named(name: str) -> Kernel:
-    """Check the name of a kernel, and return it. Raises Unsupported."""
+    """Check the name of a kernel and return it. Raises Unsupported."""
     for kernel in KERNELS:
         if kernel == name:
             return kernel

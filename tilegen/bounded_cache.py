@@ -12,7 +12,7 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 MAX_RECENT = 3
-"""Number of objects that `recall` compares: layers of a model have one or two kinds of masks."""
+"""Number of objects that `recall` compares: a model's layers use one or two kinds of masks."""
 MAX_USED = 64
 """Number of uses, by `known` and `recall`, that are remembered until a value is stored."""
 
@@ -53,7 +53,7 @@ class BoundedCache(Generic[K, V]):
                 making = self._making.setdefault(key, RLock())
         with making:
             with self._lock:
-                if key in self._values:  # another thread has made it meanwhile
+                if key in self._values:  # another thread stored the value meanwhile
                     return self._values[key]
             try:
                 value = make()
@@ -65,9 +65,9 @@ class BoundedCache(Generic[K, V]):
         return value
 
     def recall(self, facts: Any) -> Any:
-        """Return the object that `note` stored lately with equal facts, or None.
+        """Return the object that `note` stored recently with equal facts, or None.
 
-        It serves callers whose keys take longer to compute than facts to compare.
+        For callers whose keys take longer to compute than their facts take to compare.
         """
         for known, key, noted in self._recent:
             if known == facts:
@@ -76,8 +76,8 @@ class BoundedCache(Generic[K, V]):
         return None
 
     def note(self, facts: Any, key: K, noted: Any) -> None:
-        """Store an object for `recall`, whose use of the object counts as a use of the key."""
-        # A single assignment, since other threads may read meanwhile.
+        """Store an object for `recall`. Each use of the object counts as a use of the key."""
+        # A single assignment: other threads may be reading.
         self._recent = ((facts, key, noted), *self._recent[: MAX_RECENT - 1])
 
     def clear(self) -> None:

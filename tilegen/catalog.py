@@ -60,5 +60,5 @@ def _notations(value: Any, place: str) -> Iterator[tuple[str, str]]:
     elif isinstance(value, list):
         for index, below in enumerate(cast("list[Any]", value)):
             yield from _notations(below, f"{place}[{index}]")
-    elif value is not None:  # parsing refuses values of other types
+    elif value is not None:  # parsing rejects values of other types
         yield place or "the whole file", value

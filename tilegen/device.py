@@ -1,4 +1,4 @@
-"""What a GPU and a processor have in common: `Device`, the place that kernels are chosen for."""
+"""`Device`: the properties that GPUs and processors share, and that kernels are chosen for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ COLD_L2 = "cold_l2"
 stream, with L2 cleared before each launch."""
 ONE_THREAD = "one_thread"
 """Name of the timing method on processors: the median of single launches on one thread, by the
-thread's own clock, each in turn with a launch of the config in hand."""
+thread's own clock, alternating with launches of the best config so far."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Devices by name: GPUs and processors of both catalogues, and this machine's processor."""
+"""Look up devices by name: GPUs and processors of both catalogues, and this machine's processor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tilegen.errors import Unsupported
 from tilegen.gpus.spec import GpuSpec, current_gpu, gpu, parse_size, with_fast_memory
 
 HERE = "cpu"
-"""Name of this machine's processor."""
+"""Name that stands for this machine's processor."""
 
 
 def device_named(name: str) -> Device:
@@ -36,6 +36,8 @@ def device_of(given: Device | str | None, fast_memory: int | str | None = None) 
     if fast_memory is None:
         return device
     if not isinstance(device, GpuSpec):
-        raise Unsupported(f"fast_memory is for GPUs, got {device.name}; leave it out")
+        raise Unsupported(
+            f"fast_memory is for GPUs, got the processor {device.name}; leave fast_memory out"
+        )
     size = parse_size(fast_memory) if isinstance(fast_memory, str) else fast_memory
     return with_fast_memory(device, size)

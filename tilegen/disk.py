@@ -47,8 +47,8 @@ def cannot_write(path: Path, error: OSError) -> Unsupported:
 
 
 def printable(text: str) -> str:
-    """Escape a text for a terminal: escape sequences, line ends and undecodable bytes are spelt
-    out."""
+    """Escape a text for a terminal: control characters, line ends and undecodable bytes become
+    escape sequences."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

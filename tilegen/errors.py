@@ -1,5 +1,5 @@
-"""All errors that tilegen raises on purpose. Messages name what was expected, what was found, and
-what to do."""
+"""All errors that tilegen raises on purpose. Messages name the expected value, the actual value,
+and the remedy."""
 
 
 class TilegenError(Exception):
@@ -7,7 +7,7 @@ class TilegenError(Exception):
 
 
 class InvalidProblem(TilegenError, ValueError):
-    """The arguments do not describe an attention problem (shapes, dtypes, notation)."""
+    """The arguments do not describe an attention problem: shapes, dtypes or notation are wrong."""
 
 
 class Unsupported(TilegenError):
@@ -28,5 +28,5 @@ class NoRecord(TilegenError):
 
 
 class InvalidRecord(TilegenError, ValueError):
-    """A file of records, trials or a manifest that cannot be used: unreadable, not JSON, or with a
-    field that is missing, ill-typed or out of range."""
+    """A file of records, trials or a manifest cannot be used: it is unreadable or not JSON, or a
+    field is missing, ill-typed or out of range."""

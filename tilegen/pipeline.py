@@ -4,9 +4,9 @@
     -> Choice: agreed, or recorded, or tuned, or the fastest that compiles to a usable kernel
     -> modules
 
-Calls, bundles, ranks and every command go this way; they differ in where they stop. Bundles compile
-in a pool of processes, others in this process. On a processor no choice
-depends on machine code.
+Calls, bundles, ranks and every command take this path, and differ in where they stop. Bundles
+compile in a pool of processes, all others in this process. On a processor, choices do not depend on
+machine code.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
     from tilegen.model.resources import Resources
 
 MAX_COMPILES = 20
-"""Candidates that are compiled at most, until a candidate may be used."""
+"""Maximum number of candidates to compile while none is usable."""
 ENOUGH = 6
-"""Candidates that are compiled at most, where one of them may be used."""
+"""Maximum number of candidates to compile once one of them is usable."""
 MIN_GAIN = 0.02
-"""Skip a config that can be at most this part faster than the best so far."""
+"""Skip a config that can be at most this fraction faster than the best so far."""
 
 Compile = Callable[[Tiled], "Resources | BuildFailed"]
-"""Compiles a config, for a choice by its machine code."""
+"""Compiles a config; returns its resources, or the error that stopped the compiler."""
 
 
 def choose(
@@ -61,10 +61,10 @@ def choose(
 ) -> dict[Kernel, Choice]:
     """Choose the kernels that compute a problem, or one of its passes, and a config for each.
 
-    With `may_compile` the model's configs are compiled in this process, for tensors that are
-    `aligned` or not, until a config may be used. Tensors that are not `describable` are not loaded
-    through tensor descriptors. With `may_tune` a kernel without a record is tuned first if
-    TILEGEN_TUNE=1 is set. See `Records` for `deterministic`. Raises Unsupported.
+    With `may_compile`, the model's configs are compiled in this process until one is usable, for
+    tensors that are `aligned` or not. Tensors that are not `describable` are not loaded through
+    tensor descriptors. With `may_tune`, a kernel without a record is tuned first if TILEGEN_TUNE=1
+    is set. See `Records` for `deterministic`. Raises Unsupported.
     """
     # AttentionProblem -> Records: the problem in normal form, with its records
     records = Records(problem, device, deterministic=deterministic)
@@ -74,8 +74,8 @@ def choose(
     chosen: dict[Kernel, Choice] = {}
     for family in families:
         for kernel in family.names:
-            # Kernel -> KernelTask: a kernel that joins splits is chosen for the splits settled
-            # before
+            # Kernel -> KernelTask: a kernel that joins splits is chosen after the kernel that makes
+            # them
             task: KernelTask = joined_to(records.task(kernel), chosen)
             # KernelTask -> Ranked
             ranked: Ranked = rank(
@@ -91,8 +91,8 @@ def choose(
 
 
 def joined_to(task: KernelTask, chosen: Mapping[Kernel, Choice]) -> KernelTask:
-    """Return a task that joins splits with the config of these splits, if it is among `chosen`; any
-    other task as it is."""
+    """Add the config of the splits, if it is among `chosen`, to a task that joins them. Other tasks
+    are returned unchanged."""
     before = task.before
     if before is None or before.kernel not in chosen:
         return task
@@ -126,11 +126,11 @@ def rank(
     may_tune: bool = False,
     may_compile: bool = False,
 ) -> Ranked:
-    """Return the configs to use, best first: a known config, else the model's best, or with
-    `may_compile` the model's first MAX_COMPILES, in the order in which to compile them.
+    """Return the configs to use, best first: a known config, or else the model's best.
 
-    Where device, problem or tensors (`describable=False`) forbid tensor descriptors, a config that
-    is known with them is used without. Raises Unsupported.
+    With `may_compile`, the model's first MAX_COMPILES configs are returned, in the order in which
+    to compile them. If device, problem or tensors (`describable=False`) rule out tensor
+    descriptors, a known config is used without them. Raises Unsupported.
     """
     kernel, problem = task.kernel, task.problem
     why_not = why_not_described(
@@ -153,7 +153,7 @@ def rank(
     if task.in_order:
         from tilegen.choose.ranker import invariant_config  # loads SymPy
 
-        # Records do not count: other problems, whose rows must have the same bits, may have others.
+        # Records are ignored: problems that must give the same bits may have different records.
         return known(invariant_config(task), "model", "the model, for any batch, lengths and pages")
     if config := records.agreed(kernel):
         return known(config, "agreement", "all ranks agreed")
@@ -179,19 +179,19 @@ def _by_model(task: KernelTask, *, describable: bool, may_compile: bool) -> Rank
 
 
 def settle(ranked: Ranked, compile: Compile | None) -> Choice:
-    """Choose the best of the model's configs that compiles to a usable kernel, if anything may be
-    compiled; a known config is taken as it is."""
+    """Compile the model's configs and choose the best usable one. With `compile=None`, or if the
+    config is already known, the first config is chosen and nothing is compiled."""
     if compile is not None and ranked.origin == "model":
         try:
             return best_acceptable(ranked, compile)
         except (TilegenError, OSError, SubprocessError) as error:  # the launch raises it again
-            say_once(f"compiled nothing ahead: {error}")
+            say_once(f"no kernel could be compiled ahead of the launch: {error}")
     return Choice(config=ranked.configs[0], ranked=ranked)
 
 
 def choose_by_model(task: KernelTask) -> Choice:
-    """Choose the config of a call with dense tensors where nothing is recorded: the best of the
-    model's configs that compiles here to a usable kernel. Raises Unsupported and BuildFailed."""
+    """Choose the model's best config that compiles here to a usable kernel, for dense tensors and
+    without records. Raises Unsupported and BuildFailed."""
     if task.before and task.joined is None:
         task = replace(task, joined=choose_by_model(task.before).config)
     ranked = _by_model(task, describable=True, may_compile=True)
@@ -206,14 +206,14 @@ def compiler_here(*, aligned: bool) -> Compile:
 
 
 def best_acceptable(ranked: Ranked, compile: Compile) -> Choice:
-    """Choose the config that is fastest by its machine code, or with the resources that the
-    compiler reports, among those that may be used on the device.
+    """Choose the usable config that is fastest by its machine code, or else by the resources that
+    the compiler reports.
 
-    Another tile is compiled before the same tile with other stages or loads, and no config that is
-    at most MIN_GAIN faster than the best so far: a config takes at best as long as predicted
-    without spilling, or as the code of its tile with other stages would, where that was compiled.
-    Where no config may be used, the config that spills least is chosen. Raises BuildFailed where
-    none compiles and fits.
+    Each tile is compiled once before any tile is compiled again with other stages or loads. A
+    config is skipped if it can be at most MIN_GAIN faster than the best so far. Its lower bound is
+    the predicted time without spilling, or the time of the same tile's code compiled with other
+    stages. If no config is usable, the config that spills least is chosen. Raises BuildFailed if no
+    config compiles and fits.
     """
     from tilegen.compiling.acceptable import acceptable, first_that_fits
 
@@ -229,15 +229,15 @@ def best_acceptable(ranked: Ranked, compile: Compile) -> Choice:
         tried[config] = built = compile(task.tiled(config))
         if isinstance(built, BuildFailed) or not acceptable(built, task.gpu):
             continue
-        if not at_best:  # known, not predicted
+        if not at_best:  # known, so there is no prediction
             return Choice(config=config, ranked=ranked, tried=tried)
         from tilegen.choose.ranker import time_as_compiled  # loads SymPy
 
         seconds[config] = time_as_compiled(task.tiled(config), built).cost
-        for other in ranked.configs:  # the same code but for the depth of its pipeline
+        for other in ranked.configs:  # same code, except for the depth of its pipeline
             if other not in tried and replace(other, num_stages=config.num_stages) == config:
                 shared = time_as_compiled(task.tiled(other), built, stages=config.num_stages)
-                # Without a pipeline the code is another.
+                # Without a pipeline, the compiler emits different code.
                 is_read = built.step_code and min(other.num_stages, config.num_stages) > 1
                 at_best[other] = shared.cost if is_read else min(at_best[other], shared.cost)
     if seconds:

@@ -55,7 +55,7 @@ def read_private(path: Path) -> bytes | None:
         raise NotPrivate(f"{str(path)!r} cannot be opened: {error.strerror}") from None
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise NotPrivate(f"{str(path)!r} is no regular file")
+            raise NotPrivate(f"{str(path)!r} is not a regular file")
         with open(handle, "rb", closefd=False) as file:
             return file.read()
     finally:

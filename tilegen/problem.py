@@ -65,7 +65,8 @@ class AttentionProblem:
     invariant: bool = False
     """True if the result of a row depends on its own request only (batch-invariant)."""
     page: int = 0
-    """Number of keys in a page, if keys and values are in the pages of a cache; 0 without pages."""
+    """Number of keys in a page, if keys and values are stored in the pages of a cache; otherwise
+    0."""
     latent: bool = False
     """True if values are the first columns of keys, as in the absorbed form of multi-head latent
     attention (DeepSeek-V2, arXiv 2405.04434). The forward then loads these columns once."""

@@ -1,5 +1,5 @@
-"""The lock of a process for symbolic work. SymPy is not thread-safe, so only one thread at a time
-traces, proposes or renders."""
+"""The process-wide lock for symbolic work. SymPy is not thread-safe: one thread at a time may
+trace, propose or render."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 lock = RLock()
-"""Held for symbolic work, never while a kernel is compiled, run or timed."""
+"""Held during symbolic work, never while a kernel is compiled, run or timed."""
 
 
 def one_at_a_time(function: Callable[P, T]) -> Callable[P, T]:

@@ -1,5 +1,5 @@
-"""The nouns that the model and the choice work on: a kernel for a problem on a device,
-`KernelTask`, the same with a config, `Tiled`, and a whole pass, `PassTask`."""
+"""The objects that the model and the choice work on: `KernelTask`, a kernel for a problem on a
+device; `Tiled`, a task with a config; and `PassTask`, a whole pass."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ T = TypeVar("T")
 
 
 class Memo:
-    """Values computed for one problem, each once; its kernels, configs and devices share them."""
+    """Values computed once for a problem, shared by its kernels, configs and devices."""
 
     def __init__(self) -> None:
         self._values: dict[Hashable, Any] = {}
 
     def once(self, key: Hashable, compute: Callable[[], T]) -> T:
-        """Return the value of a key, computed at the first request."""
+        """Return the value of a key; compute it on first use."""
         try:
             return self._values[key]
         except KeyError:
@@ -37,10 +37,10 @@ class Memo:
 
 @lru_cache(maxsize=64)
 def memo_of(problem: AttentionProblem) -> Memo:
-    """Return the memo of a problem: the only cache of the model that depends on problems.
+    """Return the memo of a problem: the model's only cache that depends on problems.
 
-    Values that do not depend on lengths belong to the problem with lengths of 1
-    (`KernelTask.lengthless`), so that a new length finds them.
+    Values that do not depend on lengths are kept with the problem of length 1
+    (`KernelTask.lengthless`), so that problems of new lengths share them.
     """
     return Memo()
 
@@ -55,11 +55,11 @@ class PassTask:
 
     @classmethod
     def of(cls, direction: Direction, problem: AttentionProblem, device: GpuSpec) -> PassTask:
-        """Return the pass of a problem's normal form."""
+        """Create the task of a pass, for a problem's normal form."""
         return cls(direction, problem.normal(), device)
 
     def kernel(self, spec: KernelSpec) -> KernelTask:
-        """Return a kernel's part of the pass."""
+        """Return the task of one of the pass's kernels."""
         return KernelTask(spec, self.problem, self.device)
 
     @cached_property
@@ -76,18 +76,18 @@ class KernelTask:
     problem: AttentionProblem
     device: Device
     joined: TileConfig | None = None
-    """The config whose splits the kernel joins, where that is settled."""
+    """The config of the splits that the kernel joins, once it is chosen."""
     follows: KernelSpec | None = None
-    """The kernel whose splits are joined, where it is not of the first family of this kernel."""
+    """The kernel that makes the splits, if it is not in this kernel's first family."""
 
     @classmethod
     def of(cls, kernel: Kernel, problem: AttentionProblem, device: Device) -> KernelTask:
-        """Return the task of a kernel by its name, for the normal form of a problem."""
+        """Create the task of a named kernel, for a problem's normal form."""
         return cls(KERNELS[kernel], problem.normal(), device)
 
     @property
     def gpu(self) -> GpuSpec:
-        """The device, where it is a GPU: what the model of GPUs counts follows from it."""
+        """The device, which must be a GPU."""
         assert isinstance(self.device, GpuSpec), self.device
         return self.device
 
@@ -98,8 +98,8 @@ class KernelTask:
 
     @cached_property
     def family(self) -> FamilySpec:
-        """The family of the kernel. It follows from kernel and problem, so that values that are
-        cached by the kernel may depend on it."""
+        """The family of the kernel. It depends on kernel and problem only, so values cached by
+        kernel may depend on it."""
         return family_with(self.kernel, self.problem)
 
     @property
@@ -124,63 +124,62 @@ class KernelTask:
 
     @cached_property
     def lengthless(self) -> KernelTask:
-        """The same kernel for a problem with lengths of 1, which all lengths share."""
-        alike = replace(self.problem, batch=1, seqlen_q=1, seqlen_kv=1)
-        return self if alike == self.problem else replace(self, problem=alike)
+        """The same kernel for the problem of length 1; tasks of all lengths share it."""
+        unit = replace(self.problem, batch=1, seqlen_q=1, seqlen_kv=1)
+        return self if unit == self.problem else replace(self, problem=unit)
 
     @cached_property
     def tiles(self) -> Memo:
-        """Values of tiles, whatever the warps and stages."""
+        """Values that depend on the tile only, not on warps and stages."""
         # Panels are sized for the L2 of the device; no other tile depends on the device.
         device = self.device if self.spec.panel else None
         return self.memo.once(("tiles", self.kernel, self.joined, self.follows, device), Memo)
 
     @cached_property
     def configs(self) -> Memo:
-        """Values of configs that do not depend on lengths."""
+        """Values that depend on the config only, not on lengths."""
         return self.lengthless.memo.once(("configs", self.kernel, self.device), Memo)
 
     @cached_property
     def values_in_keys(self) -> bool:
-        """Whether the kernel takes values from the keys that it has loaded."""
+        """True if the kernel reads values from keys that are already loaded."""
         return self.spec.values_in_keys(self.problem)
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """Rows of the side that stays, and of the side that is streamed."""
+        """Rows of the stationary side, and of the streamed side."""
         return self.spec.loop.sides(self.problem.seqlen_q, self.problem.seqlen_kv)
 
     @property
     def heads_of_group(self) -> int:
-        """Heads of the side that stays, for each key-value head."""
+        """Number of heads on the stationary side for each key-value head."""
         return self.spec.loop.sides(self.problem.group_size, 1)[0]
 
     @property
     def draws(self) -> bool:
-        """Whether the kernel draws random numbers, for dropout."""
+        """True if the kernel draws random numbers for dropout."""
         return self.spec.draws(self.problem)
 
     @property
     def in_order(self) -> bool:
-        """Whether the kernel adds up a row's keys in an order that other problems share."""
+        """True if the kernel sums a row's keys in an order that does not depend on the problem."""
         return self.spec.keeps_order(self.problem)
 
     @property
     def divided(self) -> bool:
-        """Whether the kernel divides the keys of a request over the programs that it has."""
+        """True if the kernel divides the keys of a request over the available programs."""
         return self.spec.divides(self.problem)
 
     @cached_property
     def panel_rows(self) -> int:
-        """Query rows that a panel of the kernel's pass holds on the device. No family that is used
-        on processors has panels."""
+        """Query rows of a panel on this device. Families for processors have no panels."""
         if not isinstance(self.device, GpuSpec):
             return PANEL_STEP
         return rows_for(self.problem, self.device, self.direction)
 
     @property
     def before(self) -> KernelTask | None:
-        """The task of the kernel whose splits this kernel joins; None where it joins none."""
+        """The task of the kernel whose splits this kernel joins; None if it joins none."""
         if self.follows:
             return self.by(self.follows)
         if not self.spec.joins:
@@ -189,11 +188,11 @@ class KernelTask:
         return self.by(kernels[kernels.index(self.spec) - 1])
 
     def tiled(self, config: TileConfig) -> Tiled:
-        """Return the task with a config."""
+        """Combine the task with a config."""
         return Tiled(self, config)
 
     def by(self, spec: KernelSpec) -> KernelTask:
-        """Return another kernel for the same problem and device."""
+        """Return the task of another kernel for the same problem and device."""
         return KernelTask(spec, self.problem, self.device)
 
 
@@ -208,7 +207,7 @@ class Tiled:
     def of(
         cls, kernel: Kernel, problem: AttentionProblem, device: Device, config: TileConfig
     ) -> Tiled:
-        """Return a kernel by its name, for the normal form of a problem, with a config."""
+        """Create the task of a named kernel with a config, for a problem's normal form."""
         return cls(KernelTask.of(kernel, problem, device), config)
 
     @property
@@ -233,17 +232,17 @@ class Tiled:
 
     @property
     def step(self) -> Step:
-        """One step of the inner loop; configs that differ in warps and stages share it."""
+        """One step of the inner loop, shared by configs that differ in warps and stages only."""
         task, config = self.task, self.config
         key = "step", task.kernel, config.rows, config.block_n, config.block_d
         return task.lengthless.memo.once(key, lambda: task.spec.loop.step(task.problem, config))
 
     def by_tile(self, name: str, compute: Callable[[], T]) -> T:
-        """Return a value that depends on the tile alone, whatever the warps and stages."""
+        """Return a cached value that depends on the tile only, not on warps and stages."""
         config = self.config
         tile = config.block_m, config.block_n, config.block_d, config.heads, config.split_kv
         return self.task.tiles.once((name, tile), compute)
 
     def by_config(self, name: str, compute: Callable[[], T]) -> T:
-        """Return a value of the config that does not depend on lengths."""
+        """Return a cached value that depends on the config but not on lengths."""
         return self.task.configs.once((name, self.config), compute)

@@ -1,3 +1,3 @@
-"""The version of tilegen: a module of its own, which anything may read."""
+"""The version of tilegen, in a module that imports nothing."""
 
 __version__ = "0.1.0"

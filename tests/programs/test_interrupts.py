@@ -41,4 +41,4 @@ def test_generate_waits_neither_for_compilers_nor_for_threads(tmp_path: Path) ->
     one = warm.start(BUSY, str(tmp_path / "dist"), str(tmp_path / "compiling"))
     _, err = one.communicate(timeout=60)
     assert one.returncode == 1
-    assert "error: interrupted; what is built is kept in" in err
+    assert "error: interrupted; kernels built so far are kept in" in err

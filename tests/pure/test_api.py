@@ -144,7 +144,7 @@ def test_an_interrupted_bundle_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch
         raise KeyboardInterrupt
 
     monkeypatch.setattr("tilegen.bundles.building.generate", interrupted)
-    with pytest.raises(TilegenError, match="what is built is kept in dist"):
+    with pytest.raises(TilegenError, match="kept in dist; rerun the command"):
         tilegen.generate(PROBLEM, "h200")
 
 
@@ -185,7 +185,7 @@ def test_verify(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixtur
     caplog.set_level("INFO", logger="tilegen")
     tilegen.verify("b2 hq32 hkv8 q100000 d64 bf16 causal", "h200")
     assert str(asked[2][0]) == "b1 hq4 hkv1 q300 kv300 d64 bf16 causal"
-    assert caplog.messages[-1].endswith(f"are checked on '{asked[2][0]}'")
+    assert caplog.messages[-1].endswith(f"checking the same kernels on '{asked[2][0]}'")
 
 
 ANY: Any = None

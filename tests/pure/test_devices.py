@@ -26,7 +26,7 @@ def test_names_of_gpus_and_processors() -> None:
     assert device_of(cpu("zen4")) == cpu("zen4")
     with pytest.raises(Unsupported, match="gpu must be one of"):
         device_named("zen17")
-    with pytest.raises(Unsupported, match="fast_memory is for GPUs, got zen5"):
+    with pytest.raises(Unsupported, match="fast_memory is for GPUs, got the processor zen5"):
         device_of("zen5", "48KiB")
     assert device_of("a100", 65536).name == "a100"
     with pytest.raises(Unsupported, match="tilegen propose PROBLEM --gpu zen5"):

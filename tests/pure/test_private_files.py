@@ -144,7 +144,7 @@ def a_folder(path: Path) -> None:
 @pytest.mark.parametrize("put", [a_pipe, a_folder])
 def test_what_is_no_file_is_not_waited_for(kernel: Path, put: Callable[[Path], None]) -> None:
     put(kernel)
-    with pytest.raises(NotPrivate, match="no regular file"):
+    with pytest.raises(NotPrivate, match="not a regular file"):
         read_private(kernel)
 
 
