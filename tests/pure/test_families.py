@@ -158,7 +158,7 @@ def test_configs_belong_to_a_kind_of_kernel() -> None:
                 check_config(whole, kernel)
         else:
             check_config(whole, kernel)
-            with pytest.raises(Unsupported, match="expected no d in m64n64d32w4s2"):
+            with pytest.raises(Unsupported, match="remove d from m64n64d32w4s2"):
                 check_config(TileConfig.parse("m64n64d32w4s2"), kernel)
 
 

@@ -95,7 +95,7 @@ def test_configs() -> None:
     assert propose(KernelTask.of(NAME, problem, H200), top=1), "for those who ask for it by name"
     for key, error in (("m16n64w4s2", "shares of bwd_one_pass hold whole tiles of 64 keys"),
                        ("m16n64k32w4s2", "whole tiles of 64 keys"),
-                       ("m16h2n64k64w4s2", "of one head, expected no h")):  # fmt: skip
+                       ("m16h2n64k64w4s2", "holds one head; remove h")):  # fmt: skip
         with pytest.raises(Unsupported, match=error):
             check_config(TileConfig.parse(key), NAME)
 

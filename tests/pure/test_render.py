@@ -61,7 +61,7 @@ def test_kernels_that_drop_nothing_refuse_dropout(kernel: Kernel, config: str) -
     problem = AttentionProblem.parse("b2 hq4 hkv2 q256 kv256 d64 bf16 causal")
     tile = TileConfig.parse(config)
     assert render(problem, tile, kernel).source
-    with pytest.raises(Unsupported, match=f"{kernel} does not drop weights, .*dropout'"):
+    with pytest.raises(Unsupported, match=f"{kernel} does not support dropout, .*dropout'"):
         render(replace(problem, dropout=True), tile, kernel)
 
 

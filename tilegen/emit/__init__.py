@@ -1,1 +1,1 @@
-"""From a problem and a config to a kernel: its text (`render`), and its file (`kernel_files`)."""
+"""From a problem and a config to a kernel: its text (`render`) and its file (`kernel_files`)."""

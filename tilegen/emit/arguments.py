@@ -11,7 +11,7 @@ from tilegen.kernels.descriptors import described_lines
 from tilegen.kernels.spec import KernelSpec
 
 WIDTH = 115
-"""Columns that a line of arguments may fill."""
+"""Maximum columns of a line of arguments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +33,8 @@ class Arguments:
         changes_scores: bool,
         absent: str = "",
     ) -> Arguments:
-        """Return a kernel's arguments; where scores are changed, their scale comes as it is.
-        A tensor that is `absent` has no address and no strides."""
+        """Return a kernel's arguments. If scores are changed, their scale is passed unchanged. A
+        tensor that is `absent` has no address and no strides."""
         lines = described_lines(spec, config, head_dims) if config.descriptors else spec.lines
         lines = [kept for line in lines if (kept := line.without(absent)).arguments]
         lines = (SCALE if changes_scores and line is SCALE_IN_BASE_2 else line for line in lines)
@@ -53,13 +53,13 @@ class Arguments:
 
     @property
     def pointers(self) -> int:
-        """Number of the leading arguments that are addresses or descriptors."""
+        """Number of leading arguments that are addresses or descriptors."""
         return len(self.lines[0].arguments)
 
     @property
     def unspecialised(self) -> int:
-        """The end of the arguments that must not trigger a compilation for their values: integers,
-        and all that masks and scores add."""
+        """Index after the last argument whose value must not trigger a compilation: integers, and
+        all that masks and scores add."""
         every = [
             one for line in (self._all if self.extras else self.lines) for one in line.arguments
         ]
@@ -91,7 +91,7 @@ class Arguments:
 
 
 def packed(groups: Sequence[Sequence[str]], width: int) -> Iterator[str]:
-    """Yield lines of groups that stay together, each line as long as it may be."""
+    """Yield lines of argument groups, each line as long as allowed. A group is never split."""
     line = ""
     for group in groups:
         text = ", ".join(group) + ","

@@ -1,7 +1,7 @@
-"""Functions that a kernel calls: their parameters are the names that their lines read.
+"""Functions that a kernel calls. Their parameters are the names that their lines read.
 
-A template has the lines of a step. Masks, scores and dropout add to these lines, so that the list
-of parameters is computed, not written.
+A template has the lines of a step. Masks, scores and dropout add to these lines, so the parameters
+are computed, not written by hand.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from tilegen.emit.arguments import WIDTH, packed
 from tilegen.parsing import parse_module
 
 SWITCH = "MASKED"
-"""The parameter that is a constant, where lines ask for it."""
+"""The parameter that is a constexpr, in lines that read it."""
 
 
 @dataclass(frozen=True)
 class Helper:
-    """A `@triton.jit` function of some lines."""
+    """A `@triton.jit` function, made of lines."""
 
     name: str
     doc: str
@@ -38,7 +38,7 @@ class Helper:
         return f"@triton.jit\ndef {self.name}{self._listed(switch, 0)}:\n{body}\n"
 
     def call(self, masked: bool, indent: int = 8) -> str:
-        """Print the call, in a line that is indented so far."""
+        """Return the call as a line with the given indentation."""
         switch = f"{SWITCH}={masked}" if self._switches else ""
         return f"{self.gives} = {self.name}{self._listed(switch, indent)}"
 
@@ -69,7 +69,7 @@ class Helper:
 
 
 def _read(body: str) -> list[str]:
-    """Return the names that lines read before they assign them, in the order of their use."""
+    """Return the names that lines read before they assign them, in order of use."""
     names: dict[str, None] = {}
     assigned: set[str] = set()
     for node in _in_order(parse_module(body)):

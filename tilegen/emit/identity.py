@@ -1,4 +1,4 @@
-"""The identity of an emitted kernel: the digest of everything that determines its text."""
+"""The identity of an emitted kernel: a digest of everything that determines its text."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     import torch
 
 VECTOR_BYTES = 16
-"""Widest load of one thread; an aligned kernel gets addresses and strides in multiples of it."""
+"""Widest load of one thread; in an aligned kernel, addresses and strides are multiples of it."""
 
 LAUNCH_TEMPLATE = "_launch.jinja"
-"""The template of the Python side, which `render` puts under each kernel."""
+"""The template of the Python side, which `render` appends to each kernel."""
 ENVIRONMENT = "trim_blocks lstrip_blocks keep_trailing_newline StrictUndefined WholeLines"
 """Options of the Jinja environment (`render.environment`); part of every digest."""
 
@@ -38,7 +38,7 @@ class RenderedKernel:
     config: TileConfig
     """The tiles and launch options written into the text."""
     aligned: bool
-    """True: addresses and strides must be multiples of 16 bytes."""
+    """True if addresses and strides must be multiples of 16 bytes."""
     digest: str
     """Hex digest of everything that determines the text."""
     function: str
@@ -50,8 +50,8 @@ class RenderedKernel:
 
 
 def representative(problem: AttentionProblem) -> AttentionProblem:
-    """Return the problem that stands for all with the same emitted kernels: any batch, heads and
-    lengths."""
+    """Return the problem that stands for all problems with the same emitted kernels: any batch,
+    heads and lengths."""
     return replace(
         problem,
         batch=1,
@@ -71,9 +71,9 @@ def kernel_digest(
 
 
 def digest_of_kind(kind: str, config: TileConfig, kernel: Kernel, aligned: bool) -> str:
-    """Return the digest of a kernel for all problems with a representative of this notation."""
+    """Return the digest of a kernel for all problems with this representative's notation."""
     request = [kind, config.key, kernel, aligned, _generator_digest()]
-    if KERNELS[kernel].folder:  # with templates that are not among those of tilegen
+    if KERNELS[kernel].folder:  # its templates are not in tilegen's folder
         request.append(template_digest(kernel))
     return hashlib.sha256(json.dumps(request).encode()).hexdigest()[:16]
 
@@ -104,38 +104,39 @@ def template_digest(kernel: Kernel) -> str:
 
 
 def argument_names(source: str, function: str) -> list[str] | None:
-    """Return the arguments of a function in an emitted text, which alone lists them; None where
+    """Return the arguments of a function in an emitted text, which is their only list; None if
     there is no such function."""
     match = re.search(rf"^def {function}\((.*?)\):", source, re.DOTALL | re.MULTILINE)
     return re.findall(r"\w+", re.sub(r"#.*", "", match[1])) if match else None
 
 
 def rows_are_aligned(problem: AttentionProblem) -> bool:
-    """Whether dense rows of q, k, v and out are multiples of 16 bytes."""
+    """Return True if dense rows of q, k, v and out are multiples of 16 bytes."""
     unit = stride_unit(problem, True)
     return problem.head_dim_qk % unit == 0 and problem.head_dim_v % unit == 0
 
 
 def stride_unit(problem: AttentionProblem, aligned: bool) -> int:
-    """Return the elements by which a kernel's strides are counted."""
+    """Return the number of elements in which a kernel's strides are counted."""
     return VECTOR_BYTES // problem.element_bytes if aligned else 1
 
 
 def is_aligned(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's address, strides (batch, head, row) and rows are multiples of 16 bytes."""
+    """Return True if a tensor's address, strides (batch, head, row) and rows are multiples of 16
+    bytes."""
     unit = VECTOR_BYTES // tensor.element_size()
     shape, (batch, head, row, _) = tensor.shape, tensor.stride()
     if tensor.data_ptr() % VECTOR_BYTES or shape[3] % unit:
         return False
     if not (batch | head | row) % unit:
         return True
-    # Strides of dimensions of size 1 say nothing.
+    # Strides of dimensions of size 1 are never used.
     return all(n == 1 or s % unit == 0 for n, s in zip(shape[:3], (batch, head, row), strict=True))
 
 
 @lru_cache(maxsize=1)
 def _generator_digest() -> str:
-    """Digest of the templates and of the modules that fill them in."""
+    """Hash the templates and the modules that fill them in."""
     package = Path(__file__).parents[1]
     sources = list(resources.data_dir("templates").rglob("*.jinja"))
     for folder in ("emit", "kernels", "masks"):

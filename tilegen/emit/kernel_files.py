@@ -1,8 +1,8 @@
-"""Files of emitted kernels: their paths, writing and importing them.
+"""Write and import the files of emitted kernels.
 
-A kernel's digest covers everything that determines its text, so a file that is there need not be
-rendered again: a call whose kernels are on disk loads no templates. Only files
-that nobody else can have written are imported; elsewhere kernels are rendered in each process.
+A kernel's digest covers everything that determines its text, so an existing file is never rendered
+again, and a call whose kernels are on disk loads no templates. Only files that no other user can
+have written are imported; other kernels are rendered in each process.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from tilegen.problem import AttentionProblem
 from tilegen.settings import settings
 
 MAX_MODULES = 2048
-"""Emitted modules that stay imported."""
+"""Number of emitted modules that stay imported."""
 
 
 def write(rendered: RenderedKernel) -> Path:
-    """Return the emitted file under the cache directory, writing it unless it is there.
+    """Return the emitted file under the cache directory; write it if it is missing.
 
-    Processes may race: the file is written whole. Raises Unsupported where it cannot be.
+    The file is written atomically, so processes may race. Raises Unsupported if it cannot be
+    written.
     """
     path = _path(rendered.digest, rendered.kernel)
     source = rendered.source.encode("utf-8")
@@ -38,8 +39,8 @@ def write(rendered: RenderedKernel) -> Path:
 
 
 def write_beside(path: Path, data: bytes) -> None:
-    """Write a file into the folder of an emitted kernel, whole, and into folders that nobody else
-    gets into where they are new. Raises Unsupported where it cannot be written."""
+    """Write a file atomically into the folder of an emitted kernel. New folders are private to this
+    user. Raises Unsupported if the file cannot be written."""
     _make_private(path.parent.parent)
     write_whole(path, data)
 
@@ -52,8 +53,8 @@ def load(rendered: RenderedKernel) -> ModuleType:
 def load_kernel(
     problem: AttentionProblem, config: TileConfig, kernel: Kernel, *, aligned: bool
 ) -> ModuleType:
-    """Return the emitted module for a problem and config, rendered only if there is no file, or a
-    file that others could have written."""
+    """Return the emitted module for a problem and config. It is rendered only if there is no file,
+    or if other users could have written the file."""
     digest = kernel_digest(problem, config, kernel, aligned)
 
     def imported() -> ModuleType:
@@ -67,8 +68,8 @@ def load_kernel(
                 "rendered in every process; have TILEGEN_CACHE_DIR name a folder that only you can "
                 "write to, and share records by TILEGEN_CACHE_PATH"
             )
-        except Exception as error:  # a damaged file raises anything
-            log.warning("emitted kernel %s is damaged (%s); written again", path, error)
+        except Exception as error:  # importing a damaged file may raise any error
+            log.warning("emitted kernel %s is damaged (%s); writing it again", path, error)
         from tilegen.emit.render import render  # loads Jinja
 
         return _import_rendered(render(problem, config, kernel, aligned=aligned))
@@ -85,13 +86,13 @@ _modules: BoundedCache[str, ModuleType] = BoundedCache(MAX_MODULES, _forget)
 
 
 def _make_private(folder: Path) -> None:
-    """Make a folder that is missing, so that nobody else gets into it."""
-    with contextlib.suppress(OSError):  # the write that follows raises the error
+    """Create a missing folder with access for this user only."""
+    with contextlib.suppress(OSError):  # the write below raises the error
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 def folder_of(digest: str) -> Path:
-    """Return the folder of an emitted kernel and its verdicts."""
+    """Return the folder of an emitted kernel and its compile results."""
     return settings().cache_dir / "kernels" / digest
 
 
@@ -100,7 +101,8 @@ def _path(digest: str, kernel: Kernel) -> Path:
 
 
 def _import_rendered(rendered: RenderedKernel) -> ModuleType:
-    """Return the module of a text that is known, which a file shows where it would be imported."""
+    """Import a rendered text as a module. Its file name is where it would have been imported
+    from."""
     path = _path(rendered.digest, rendered.kernel)
     try:
         check_private(path)
@@ -111,17 +113,17 @@ def _import_rendered(rendered: RenderedKernel) -> ModuleType:
 
 
 def _import(source: bytes, file: str, digest: str) -> ModuleType:
-    """Return the module that a text makes. No byte code is read, which others may have put there.
+    """Import a text as a module. Byte code is never read: another user may have written it.
 
-    The lines of the source are handed to `linecache`, where Triton looks for them.
+    The lines of the source are given to `linecache`, where Triton looks for them.
     """
     module = ModuleType(f"tilegen_kernels_{digest}_{Path(file).stem}")
     module.__file__ = file
     code = compile(source, file, "exec")
     text = source.decode("utf-8")
-    # Lines without a time of change stay valid, whatever becomes of the file.
+    # Lines without a modification time stay valid, even if the file changes.
     linecache.cache[file] = len(source), None, text.splitlines(keepends=True), file
-    sys.modules[module.__name__] = module  # Triton looks a kernel's module up by name
+    sys.modules[module.__name__] = module  # Triton looks up a kernel's module by name
     exec(code, module.__dict__)
     if not hasattr(module, "launch"):
         raise ImportError(f"expected a function `launch` in {file}")

@@ -1,4 +1,4 @@
-"""The emitted `launch`: sizes, allocations and grid, printed from the record of a kernel."""
+"""The emitted `launch`: sizes, allocations and grid, printed from a kernel's record."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class EmittedLaunch:
     arguments: Arguments
     config: TileConfig
     pairs: bool
-    """Whether log-sum-exps are kept as two numbers."""
+    """True if log-sum-exps are kept as two numbers."""
 
     @property
     def summary(self) -> str:
@@ -59,7 +59,7 @@ class EmittedLaunch:
 
     @property
     def sizes(self) -> list[str]:
-        """The lines that give sizes of tensors names."""
+        """The lines that name the sizes of tensors."""
         return list(self._size_lines())
 
     @property
@@ -71,7 +71,7 @@ class EmittedLaunch:
 
     @property
     def keeps_layout(self) -> bool:
-        """Whether a result is laid out like a tensor that the launch is given."""
+        """Return True if a result has the layout of an argument of the launch."""
         return any(name in LIKE for name in self.spec.made)
 
     @property
@@ -87,7 +87,7 @@ class EmittedLaunch:
 
     @property
     def results(self) -> list[str]:
-        """The tensors and the knob that the launch returns."""
+        """The tensors, and the knob if any, that the launch returns."""
         knob = self.spec.tells
         return [*self.spec.made, *([f"{knob.upper()}.value"] if knob else [])]
 
@@ -99,7 +99,7 @@ class EmittedLaunch:
 
     @cached_property
     def _named_sizes(self) -> dict[str, tuple[str, int]]:
-        """The sizes that are needed, by name: a tensor and its dimension."""
+        """The required sizes by name: a tensor and its dimension."""
         tensors = (*self.spec.given, *self.spec.made)
         arguments = [each for line in self.arguments.lines for each in line.arguments]
         arguments += [size(name, tensors) for name, _ in self.spec.grid]
@@ -115,7 +115,7 @@ class EmittedLaunch:
         return named
 
     def _name(self, extent: Extent) -> str:
-        """Return the name of a size before it is divided."""
+        """Return the name of a size before division."""
         if extent.axis is None:
             return extent.of
         own = (one for line in self.arguments.lines for one in line.arguments)
@@ -139,7 +139,7 @@ class EmittedLaunch:
         return extents(name, self.spec.given, pairs=self.pairs)
 
     def _count(self, extent: Extent | int) -> tuple[str, str] | None:
-        """Return the name and the value of a size that is computed; None for others."""
+        """Return the name and the value of a computed size; None for other sizes."""
         if isinstance(extent, int) or not extent.by:
             return None
         name = self._name(extent)

@@ -1,6 +1,6 @@
-"""Text from template: `render` emits one specialised kernel as a readable Python file.
+"""Render text from templates: `render` emits one specialised kernel as a readable Python file.
 
-This module computes, the templates spell: every name a template uses is a field of the context
+This module computes and the templates print: every name in a template is a field of the context
 built in `_context`.
 """
 
@@ -45,7 +45,7 @@ from tilegen.masks.source import extras, guard_of, keep_source, ranges_source
 from tilegen.problem import AttentionProblem
 
 MAX_NAME = 60
-"""Letters that a mask may add to the name of a function."""
+"""Maximum letters that a mask may add to the name of a function."""
 _TRITON_DTYPES = {"fp16": "tl.float16", "bf16": "tl.bfloat16", "fp32": "tl.float32"}
 
 
@@ -68,7 +68,7 @@ class Slices:
     """A head dim in slices of BLOCK_D columns, as the templates see it."""
 
     limit: str  # constant that is the width of the head dim
-    padded: bool  # whether the last slice reaches beyond that
+    padded: bool  # True if the last slice reaches beyond that
     and_exists: str  # "" or " & d_exists[None, :]"
     only_exists: str  # "" or ", mask=d_exists[None, :], other=0.0"
 
@@ -80,31 +80,30 @@ def render(
     *,
     aligned: bool | None = None,
 ) -> RenderedKernel:
-    """Return the emitted kernel for a problem's class: any batch, heads and lengths share one text.
+    """Render the kernel for a problem's class: problems of any batch, heads and lengths share one
+    text.
 
-    `aligned=False` gives the kernel for addresses or strides that are not multiples of 16 bytes; by
-    default the head dims decide, as they do for dense tensors. Raises Unsupported for a config of
-    another kind of kernel, for descriptors where there can be none, and for a mask that the
-    compiler cannot solve.
+    With `aligned=False`, addresses and strides need not be multiples of 16 bytes; by default the
+    head dims decide, as for dense tensors. Raises Unsupported for a config of another kind of
+    kernel, for descriptors that are not allowed, and for a mask that the compiler cannot solve.
     """
     spec = KERNELS[kernel]
     check_config(config, kernel)
     if spec.packs and config.heads not in (1, *heads_of_tiles(problem)):
-        allowed = " or ".join(f"h{one}" for one in heads_of_tiles(problem))
+        allowed = " or ".join(f"h{heads}" for heads in heads_of_tiles(problem))
         raise Unsupported(
-            f"expected {allowed} or no h in {config.key}: a tile holds heads of a group of "
+            f"use {allowed} or no h in {config.key}: a tile holds heads of a group of "
             f"{problem.group_size}, where mask and score are the same for them"
         )
     if problem.dropout and not family_with(kernel).drops:
         raise Unsupported(
-            f"{kernel} does not drop weights, expected a problem without dropout, got "
-            f"'{problem.key}'"
+            f"{kernel} does not support dropout, got '{problem.key}'; leave dropout out"
         )
     if aligned is None:
         aligned = rows_are_aligned(problem)
     reason = why_not_described(spec, problem.dtype, aligned=aligned)
     if config.descriptors and reason:
-        raise Unsupported(f"expected no t in {config.key}: {reason}")
+        raise Unsupported(f"remove t from {config.key}: {reason}")
     templates = environment(*template_folders(kernel))
     whole, problem = problem, replace(problem, mask=problem.mask.general)
     context = _context(problem, config, spec, aligned)
@@ -126,8 +125,8 @@ def render(
 
 @lru_cache(maxsize=8)
 def environment(*folders: Path) -> jinja2.Environment:
-    """Return the Jinja environment of templates in some folders; a misspelt name raises when
-    rendered."""
+    """Create the Jinja environment of templates in some folders. A misspelt name raises an error
+    when rendered."""
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader([str(one) for one in folders]),
         undefined=jinja2.StrictUndefined,

@@ -1,7 +1,7 @@
-"""A Jinja extension: an expression that stands alone on its line stands for whole lines.
+"""A Jinja extension: an expression alone on its line expands to whole lines.
 
-The text of the expression is indented as its line is, without empty lines at either end. An empty
-text leaves no line. So macros print lines at column 0, and callers do not indent.
+The text gets the indentation of the line, and loses empty lines at both ends. An empty text leaves
+no line. Macros can thus print at column 0, and callers need no indent filter.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from jinja2.ext import Extension
 
 _ALONE = re.compile(r"^([ \t]*)\{\{ ((?:(?!\}\}).)+) \}\}\n", re.MULTILINE)
 _EMPTY = re.compile(r"\A(?:[ \t]*\n)+")
-"""Empty lines that come first."""
+"""Leading empty lines."""
 
 
 class WholeLines(Extension):
-    """Has each expression that stands alone on its line yield whole lines."""
+    """Expands each expression that is alone on its line to whole lines."""
 
     def __init__(self, environment: jinja2.Environment) -> None:
         super().__init__(environment)
         environment.filters["whole_lines"] = whole_lines
 
     def preprocess(self, source: str, name: str | None, filename: str | None = None) -> str:
-        """Pass the text of such expressions through `whole_lines`; errors name the same lines."""
+        """Wrap such expressions in `whole_lines`; line numbers in errors stay the same."""
         return _ALONE.sub(r"{{ (\2) | whole_lines('\1')\n}}", source)
 
 
 def whole_lines(value: object, indent: str) -> str:
-    """Indent the lines of a text, and end them; nothing if there are none."""
+    """Indent the lines of a text and end each with a newline; empty if there are none."""
     text = _EMPTY.sub("", str(value).rstrip())
     return text and textwrap.indent(f"{text}\n", indent)

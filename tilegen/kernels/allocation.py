@@ -1,7 +1,7 @@
-"""Uninitialised tensors, allocated as PyTorch's own compiled code allocates them.
+"""Allocate uninitialised tensors as PyTorch's compiled code does.
 
-PyTorch does not document these functions, which allocate on the CPU, or on the current GPU, in half
-the time of `torch.empty_strided`; that serves where they are missing.
+These undocumented PyTorch functions allocate on the CPU, or on the current GPU, in half the time of
+`torch.empty_strided`, which is the fall-back if they are missing.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ _is_poisoned = ContextVar("_is_poisoned", default=False)
 
 @contextmanager
 def poisoned() -> Generator[None]:
-    """Have launches inside the context fill their allocations with NaN.
+    """Fill what launches allocate inside the context with NaN.
 
-    Memory that a kernel leaves unwritten may hold the right result of an earlier launch.
+    Otherwise, memory that a kernel fails to write may still hold the right result of an earlier
+    launch.
     """
     token = _is_poisoned.set(True)
     try:
@@ -35,13 +36,13 @@ def poisoned() -> Generator[None]:
 
 
 def allocator(*, is_cuda: bool) -> Empty:
-    """Return PyTorch's fast allocation, on the CPU or on the current GPU: the launch's device must
-    be current."""
+    """Return PyTorch's fast allocation function, for the CPU or the current GPU. The device of the
+    launch must be current."""
     return _poison(is_cuda) if _is_poisoned.get() else _allocator(is_cuda)
 
 
 def uninitialised(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that was allocated, filled with NaN inside `poisoned`."""
+    """Allocate a tensor without initialising it. Inside `poisoned`, fill it with NaN."""
     return tensor.fill_(float("nan")) if _is_poisoned.get() else tensor
 
 

@@ -1,7 +1,7 @@
-"""Arguments of emitted kernels, as records: a template prints them, a launch fills them in.
+"""Arguments of emitted kernels, as records: templates print them, launches fill them in.
 
-A kernel's list is a few `Line`s, each a line of its parameters. The value of an argument is given
-once: by the tensor or number to take it from, and by the part to take.
+A kernel has a few `Line`s, each of which is a line of its parameter list. Each argument names the
+tensor or number that it comes from, and the part that it takes.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import Literal
 Taken = Literal[
     "address", "descriptor", "stride", "size", "units", "number", "base 2", "flag", "nothing"
 ]
-"""Parts of a tensor or number that an argument holds: its address; a descriptor of its tiles; a
+"""The part of a tensor or number that an argument holds: the address; a descriptor of tiles; a
 stride, in the kernel's unit; a size; a size in that unit; the number itself; a scale times log2(e),
-above 0; a truth value as an int. Scratch pointers, which kernels here do not use, hold nothing."""
+above 0; a truth value as an int. Scratch pointers, which these kernels do not use, hold nothing."""
 
 FP32_TENSORS = frozenset(
     ("lse", "delta", "maxima", "sums", "acc", "sinks", "partials", "partial_lse")
 )
-"""Tensors of fp32, whatever the dtype of a problem; a kernel may have others."""
+"""Tensors that are always fp32; a kernel may have more."""
 PANELS = frozenset(("weights", "ds", "panel"))
-"""Tensors (heads, rows, columns) that kernels of a panel share, all of the same strides."""
+"""Tensors (heads, rows, columns) that the kernels of a panel share. All have the same strides."""
 COLUMN_TENSORS = frozenset(("k", "v", "dk", "dv", "grad"))
 """Tensors whose rows are key-value rows."""
 _STRIDE_NAMES = {"out": "o", "dout": "do", "grad": "g", **dict.fromkeys(PANELS, "w")}
-"""Names of tensors in the names of their strides, where these are not the tensors' own."""
+"""Names that strides use for tensors, if they differ from the tensors' own names."""
 _SIZES: dict[str, tuple[str, int]] = {
     "batch": ("q out dq y dk k", 0),
     "num_heads_q": ("q out dq y", 1),
@@ -43,8 +43,8 @@ _SIZES: dict[str, tuple[str, int]] = {
     "num_splits": ("partial_lse", 2),
     "total_q": ("q", 2),
 }
-"""Tensors that a size is read from, of which the first that a kernel has counts, and the
-dimension."""
+"""Tensors from which a size can be read, and the dimension. The kernel's first such tensor is
+used."""
 
 
 @dataclass(frozen=True)
@@ -53,21 +53,21 @@ class Argument:
 
     name: str
     type: str
-    """The type as Triton names it; `element` stands for the problem's dtype. Empty for a pointer to
-    elements that only masks and scores know."""
+    """Triton's name of the type; `element` stands for the problem's dtype. Empty for pointers whose
+    element type only a mask or a score knows."""
     of: str
-    """The tensor or number that the argument is taken from, as `launch` names it."""
+    """The tensor or number that the argument comes from, by its name in `launch`."""
     taken: Taken
     axis: int = 0
     """The dimension of a stride or a size; the columns of a descriptor's tiles."""
 
     def type_for(self, dtype: str) -> str:
-        """Return the type in a kernel for a dtype."""
+        """Return the argument's Triton type for a problem's dtype."""
         return self.type.replace("element", dtype)
 
     @property
     def expression(self) -> str:
-        """The expression that the emitted `launch` passes; sizes have names there."""
+        """The expression that the emitted `launch` passes; sizes are passed by name."""
         match self.taken:
             case "units":
                 return f"{self.name.removesuffix('_units')} // STRIDE_UNIT.value"
@@ -86,7 +86,7 @@ class Argument:
 
 @dataclass(frozen=True)
 class Line:
-    """Some arguments that stand together, and a comment on them."""
+    """Arguments that share a line, and a comment on them."""
 
     arguments: tuple[Argument, ...]
     why: str = ""
@@ -94,7 +94,7 @@ class Line:
     @property
     def names(self) -> str:
         """The arguments' names, separated by commas."""
-        return ", ".join(one.name for one in self.arguments)
+        return ", ".join(argument.name for argument in self.arguments)
 
     @property
     def parameters(self) -> str:
@@ -102,10 +102,12 @@ class Line:
         return f"{self.names}," + (f"  # {self.why}" if self.why else "")
 
     def without(self, tensor: str) -> Line:
-        """Return the line with none of a tensor's arguments."""
-        if all(one.of != tensor for one in self.arguments):
+        """Return the line without the arguments of a tensor."""
+        if all(argument.of != tensor for argument in self.arguments):
             return self
-        return replace(self, arguments=tuple(one for one in self.arguments if one.of != tensor))
+        return replace(
+            self, arguments=tuple(argument for argument in self.arguments if argument.of != tensor)
+        )
 
     @property
     def expressions(self) -> list[str]:
@@ -116,17 +118,22 @@ class Line:
                 return [f"*(stride // STRIDE_UNIT.value for stride in {first.of}.stride()[:2])"]
             return [f"*_strides({first.of})"]
         passed = (
-            f"*{one.of}.shape" if one.name == f"{one.of}_n{one.axis}" else one.expression
-            for one in self.arguments
+            f"*{argument.of}.shape"
+            if argument.name == f"{argument.of}_n{argument.axis}"
+            else argument.expression
+            for argument in self.arguments
         )
         return list(dict.fromkeys(passed))
 
 
 def pointers(*tensors: str, fp32: Collection[str] = ()) -> Line:
-    """Return the addresses of tensors, of which FP32_TENSORS and `fp32` are of fp32."""
-    types = {one: "*fp32" for one in (*FP32_TENSORS, *fp32)}
+    """Return the addresses of tensors. FP32_TENSORS and `fp32` are addresses of fp32."""
+    types = {name: "*fp32" for name in (*FP32_TENSORS, *fp32)}
     return Line(
-        tuple(Argument(f"{one}_ptr", types.get(one, "*element"), one, "address") for one in tensors)
+        tuple(
+            Argument(f"{name}_ptr", types.get(name, "*element"), name, "address")
+            for name in tensors
+        )
     )
 
 
@@ -144,12 +151,14 @@ def strides(tensor: str, why: str = "") -> Line:
 
 
 def sizes(names: str, tensors: str, why: str = "") -> Line:
-    """Return sizes by their names; each is read from one of `tensors`, or given as a number."""
+    """Return sizes by name; each is read from the first of `tensors` that has it, or is an argument
+    of `launch`."""
     return Line(tuple(size(name, tensors.split()) for name in names.split()), why)
 
 
 def size(name: str, tensors: list[str] | tuple[str, ...]) -> Argument:
-    """Return the size of a name, read from one of `tensors`; a number where none of them has it."""
+    """Return a size by name, read from the first of `tensors` that has it; otherwise an argument of
+    `launch`."""
     if name.endswith("_units"):
         return replace(size(name.removesuffix("_units"), tensors), name=name, taken="units")
     candidates, axis = _SIZES.get(name, ("", 0))
@@ -160,23 +169,24 @@ def size(name: str, tensors: list[str] | tuple[str, ...]) -> Argument:
 
 
 def size_name(tensor: str, axis: int, among: tuple[str, ...]) -> str:
-    """Return the name of a tensor's size: one of `among` that fits, else the usual name."""
+    """Return the name of a size of a tensor: a fitting name from `among`, or else the usual
+    name."""
     fitting = [name for name, (of, at) in _SIZES.items() if tensor in of.split() and at == axis]
     return next((name for name in fitting if name in among), fitting[0])
 
 
 def numbers(*names: str, why: str = "") -> Line:
-    """Return integers that `launch` is given under the same names."""
+    """Return integers that are arguments of `launch` by the same names."""
     return Line(tuple(Argument(name, "i32", name, "number") for name in names), why)
 
 
 def flags(*names: str, why: str = "") -> Line:
-    """Return truth values that `launch` is given under the same names."""
+    """Return truth values that are arguments of `launch` by the same names."""
     return Line(tuple(Argument(name, "i32", name, "flag") for name in names), why)
 
 
 def factor(name: str, why: str = "") -> Line:
-    """Return an fp32 number that `launch` is given under the same name."""
+    """Return an fp32 number that is an argument of `launch` by the same name."""
     return Line((Argument(name, "fp32", name, "number"),), why)
 
 
@@ -184,16 +194,17 @@ SCALE_IN_BASE_2 = Line(
     (Argument("softmax_scale_log2", "fp32", "softmax_scale", "base 2"),),
     "softmax scale * log2(e), above 0",
 )
-"""The scale of kernels that take scores to base 2 with it, at least LEAST_SCALE."""
+"""The scale of kernels that scale scores and convert them to base 2 in one product; at least
+LEAST_SCALE."""
 LEAST_SCALE = 2.0**-149
-"""The least number of fp32 above 0: a scale of 0 would make NaN of dropped scores, which are -inf
-before they are scaled."""
+"""The smallest fp32 number above 0. Dropped scores are -inf before they are scaled, and a scale of
+0 would turn them into NaN."""
 SCALE = factor("softmax_scale", "not negative")
-"""The scale of kernels that change scores before they take them to base 2."""
+"""The scale of kernels that change scores before converting them to base 2."""
 
 
 def tensor(name: str, type_: str, dimensions: int) -> tuple[Argument, ...]:
-    """Return the address of a tensor that a mask or a score reads, and its sizes."""
+    """Return the address and the sizes of a tensor that a mask or a score reads."""
     shape = (Argument(f"{name}_n{i}", "i32", name, "size", i) for i in range(dimensions))
     return Argument(f"{name}_ptr", type_, name, "address"), *shape
 
@@ -213,7 +224,7 @@ LISTS = Line(
     ),
     "lists of tiles; strides in lists",
 )
-"""Lists of tiles, of masks without a closed form."""
+"""Lists of tiles, for masks without a closed form."""
 SINKS = Line((Argument("sinks_ptr", "*fp32", "sinks", "address"),), "a logit per query head")
 DROPOUT = Line(
     (
@@ -222,7 +233,7 @@ DROPOUT = Line(
     ),
     "seed and offset; the probability that a weight is dropped",
 )
-"""Arguments that dropout reads, in kernels that drop weights."""
+"""Arguments that dropout adds to kernels that drop weights."""
 
 _BY_NAME = {one.name: one for line in (LISTS, SINKS, DROPOUT, SCALE) for one in line.arguments}
 
@@ -233,10 +244,10 @@ _SCRATCH = re.compile(r"scratch_\d+")
 
 
 def extra(name: str) -> Argument | None:
-    """Return the argument of a name that a mask, a score or dropout adds, or that Triton appends;
-    None for other names.
+    """Return the argument of a name that a mask, a score, dropout or Triton adds; None for other
+    names.
 
-    `t0` and `c0` are tensors of a mask and of a score, `dc0` the gradient of such a one.
+    `t0` and `c0` are tensors of a mask and of a score; `dc0` is the gradient of `c0`.
     """
     if match := _TENSOR.fullmatch(name):
         return Argument(name, "", match[1], "address")

@@ -1,4 +1,4 @@
-"""The knobs of a kernel: `TileConfig`; and how head dims are covered by tiles."""
+"""The knobs of a kernel (`TileConfig`), and the tiles that cover a head dim."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Dim = Literal["qk", "v"]
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 FEW_ROWS = (1, 2, 4, 8)
-"""Query rows of tiles that hold those of several heads; rows, and splits, of kernels that join the
-results of splits."""
+"""Query rows of tiles that hold several heads; also the rows, and the splits, of kernels that join
+splits."""
 NUM_WARPS = (4, 8)
 NUM_STAGES = (1, 2, 3, 4)
 HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -31,13 +31,13 @@ _ALWAYS = ("block_m", "block_n", "num_warps", "num_stages")
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class TileConfig:
-    """One tile choice. Prints as the call that re-creates it."""
+    """The tiles and launch options of a kernel. Prints as the call that recreates it."""
 
     block_m: int
     """Query rows per tile."""
     block_n: int
-    """Key-value rows per tile; 16 in the preprocess kernel, which has none; splits per step, in
-    kernels that join the results of splits."""
+    """Key-value rows per tile. In kernels that join splits: splits per step. In the preprocess
+    kernel, which reads no keys: 16."""
     num_warps: int = 4
     """Warps per program, Triton's option."""
     num_stages: int = 2
@@ -45,12 +45,12 @@ class TileConfig:
     block_d: int = 0
     """Columns of a head-dim slice; 0 for kernels that hold head dims whole."""
     descriptors: bool = False
-    """True: streamed tiles are loaded through tensor descriptors (see descriptors.py)."""
+    """True if streamed tiles are loaded through tensor descriptors (see descriptors.py)."""
     heads: int = 1
-    """Query heads of a group whose rows make up a tile together, rounded up to a power of two."""
+    """Query heads of a group that share a tile, rounded up to a power of two."""
     split_kv: int = 0
-    """Rows of a split: key-value rows, or query rows in kernels whose keys are stationary; each
-    split has its own programs. 0: nothing is split."""
+    """Rows per split: of keys, or of queries if keys are stationary. Each split has its own
+    programs. 0: not split."""
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -80,13 +80,13 @@ class TileConfig:
 
     @property
     def rows(self) -> int:
-        """Rows of a tile of scores: the query rows of all heads that it holds."""
+        """Rows of a tile of scores: the query rows of all its heads."""
         return self.block_m * self.heads
 
     @property
     def values(self) -> dict[str, Any]:
-        """The knobs by name, as files hold them: without those that most kernels do not have and
-        that are as usual."""
+        """The knobs by name, as files hold them. Knobs that few kernels have are left out at their
+        defaults."""
         usual = {field.name: field.default for field in fields(self)}
         return {
             name: value
@@ -96,9 +96,9 @@ class TileConfig:
 
     @property
     def key(self) -> str:
-        """Short text, `m128n64w8s3`, `m128n64d32w8s3`, `m128n64w8s3t` with tensor descriptors, or
-        `m2h8n64k1024w4s3` with 8 heads a tile and 1024 rows a split; `TileConfig.parse(config.key)
-        == config`."""
+        """Short text: `m128n64w8s3`, `m128n64d32w8s3`, `m128n64w8s3t` with tensor descriptors, or
+        `m2h8n64k1024w4s3` with 8 heads per tile and 1024 rows per split.
+        `TileConfig.parse(config.key) == config`."""
         packed = f"h{self.heads}" if self.heads > 1 else ""
         slice_ = f"d{self.block_d}" if self.block_d else ""
         split = f"k{self.split_kv}" if self.split_kv else ""
@@ -108,7 +108,7 @@ class TileConfig:
 
     @classmethod
     def parse(cls, text: str) -> TileConfig:
-        """Return the config that `m128n64w8s3` describes. Raises Unsupported."""
+        """Parse a text such as `m128n64w8s3`. Raises Unsupported."""
         match = re.fullmatch(
             r"m(\d{1,4})(?:h(\d{1,4}))?n(\d{1,4})(?:d(\d{1,4}))?(?:k(\d{1,5}))?"
             r"w(\d{1,2})s(\d{1,2})(t?)",
@@ -134,8 +134,9 @@ def head_dim_chunks(head_dim: int) -> tuple[int, ...]:
     """Return one or two power-of-two widths (at least 16) that cover `head_dim` with the least
     padding.
 
-    Tensor-core tiles have power-of-two sides: 80 is split into 64 + 16 rather than padded to 128.
-    Ties go to a single piece, since a second piece costs loads and matrix products of its own.
+    Tensor-core tiles have power-of-two sides, so 80 is split into 64 + 16 rather than padded to
+    128. Of equal paddings, a single piece is chosen: a second piece needs its own loads and matrix
+    products.
     """
     widths = [1 << i for i in range(4, 21)]
     whole = next(width for width in widths if width >= head_dim)
@@ -145,7 +146,8 @@ def head_dim_chunks(head_dim: int) -> tuple[int, ...]:
 
 
 def shares_columns(head_dim_qk: int, head_dim_v: int) -> bool:
-    """Whether tiles of values that are the first columns of keys are tiles of keys."""
+    """Return True if tiles of values are also tiles of keys, for values that are the first columns
+    of keys."""
     keys, values = head_dim_chunks(head_dim_qk), head_dim_chunks(head_dim_v)
     if head_dim_v == head_dim_qk:
         return True
@@ -153,5 +155,5 @@ def shares_columns(head_dim_qk: int, head_dim_v: int) -> bool:
 
 
 def threads_of(arch: str, num_warps: int) -> int:
-    """Return the threads of a program: warps have 64 on AMD's GPUs, 32 on NVIDIA's."""
+    """Return the number of threads of a program: a warp has 64 on AMD's GPUs, 32 on NVIDIA's."""
     return (64 if arch.startswith("gfx") else 32) * num_warps

@@ -1,10 +1,10 @@
-"""Tensor descriptors: how a kernel loads streamed tiles by coordinates, not addresses, and when.
+"""Tensor descriptors: loading streamed tiles by coordinates instead of addresses.
 
-A descriptor holds a tensor's sizes and strides for the GPU's tensor memory accelerator (TMA). One
-thread then requests a tile, and elements outside of the tensor arrive as 0: no thread holds
-addresses, and no load needs a mask. Descriptors are built on the host, of all four dimensions, so
-that a tile at the end of one head holds nothing of the next. Where the rules here forbid them,
-tiles are loaded by addresses, as with `TileConfig.descriptors=False`.
+A descriptor holds a tensor's sizes and strides for the GPU's tensor memory accelerator (TMA). A
+single thread requests a tile, and elements outside of the tensor arrive as 0, so threads hold no
+addresses and loads need no mask. Descriptors are built on the host and cover all four dimensions,
+so a tile at the end of one head never reads the next head. If the rules below forbid them, tiles
+are loaded by addresses, as with `TileConfig.descriptors=False`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ ARCHITECTURES = ("sm_90", "sm_100", "sm_103", "sm_120", "sm_121")
 
 
 def why_not_described(spec: KernelSpec, dtype: str, *, aligned: bool, arch: str = "") -> str:
-    """Return why a kernel cannot load tiles through descriptors; empty if it can."""
+    """Return the reason why a kernel cannot load tiles through descriptors; empty if it can."""
     if not spec.described:
-        return f"{spec.name} loads no tiles that pass through descriptors"
+        return f"{spec.name} streams no tiles that descriptors could load"
     if arch and arch not in ARCHITECTURES:
         return f"{arch} has no tensor memory accelerator"
     if dtype == "fp32":
@@ -39,13 +39,13 @@ def why_not_described(spec: KernelSpec, dtype: str, *, aligned: bool, arch: str 
 
 
 def without(config: TileConfig) -> TileConfig:
-    """Return a config that loads its tiles by addresses."""
+    """Return the config with tiles loaded by addresses."""
     return replace(config, descriptors=False) if config.descriptors else config
 
 
 def is_describable(tensor: torch.Tensor) -> bool:
-    """Whether a descriptor can hold the strides of an aligned tensor (batch, heads, rows, columns):
-    none is 0, as that of an expanded dimension is."""
+    """Return True if a descriptor can hold the strides of an aligned tensor (batch, heads, rows,
+    columns): a stride of 0, as of an expanded dimension, is not allowed."""
     strides = tensor.stride()
     return 0 not in strides or all(s or n == 1 for n, s in zip(tensor.shape, strides, strict=True))
 
@@ -53,8 +53,8 @@ def is_describable(tensor: torch.Tensor) -> bool:
 def described_lines(
     spec: KernelSpec, config: TileConfig, head_dims: Mapping[Dim, int]
 ) -> list[Line]:
-    """Replace addresses and strides among a kernel's arguments by descriptors: each tile that holds
-    a part of a head dim has a descriptor."""
+    """Replace addresses and strides in a kernel's arguments by descriptors, one for each tile that
+    covers part of a head dim."""
     addresses, *others = spec.lines
     first: list[Argument] = []
     for address in addresses.arguments:

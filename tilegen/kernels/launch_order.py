@@ -1,7 +1,7 @@
 """The order in which the programs of a launch start.
 
-Where a mask leaves tiles unequal work, the tiles with most work start first, over as many heads as
-L2 holds together, so that a launch ends with light programs. Otherwise programs run head by head.
+If a mask leaves unequal work, the heaviest tiles start first, over as many heads as L2 holds, so
+that a launch ends with light programs. Otherwise programs run head by head.
 """
 
 from __future__ import annotations
@@ -16,27 +16,29 @@ if TYPE_CHECKING:
     from tilegen.problem import AttentionProblem
 
 End = Literal["", "first", "last"]
-"""The end of a head's tiles where work is heaviest; empty where neither is, or none is known."""
+"""The end of a head's tiles that has most work; empty if both ends are equal, or unknown."""
 TOGETHER_BYTES = 2**25
-"""Bytes of streamed rows of the heads that start together: a part of L2 that GPUs for data centres
-have, from 40 MB on. An emitted kernel serves GPUs of any L2."""
+"""Bytes of streamed rows of the heads that start together: part of the L2 of data-centre GPUs,
+which is 40 MB or more. An emitted kernel serves GPUs with any L2."""
 
 
 def rows_together(problem: AttentionProblem) -> int:
-    """Return the streamed rows, of all heads that start together."""
+    """Return the number of streamed rows, over all heads that start together."""
     row = (problem.head_dim_qk + problem.head_dim_v) * problem.element_bytes
     return TOGETHER_BYTES // row
 
 
 def heads_together(problem: AttentionProblem, spec: KernelSpec) -> int:
-    """Return the key-value heads whose programs start together, of all batches; 1 at least."""
+    """Return the number of key-value heads, over all batches, whose programs start together; at
+    least 1."""
     _, rows = spec.loop.sides(problem.group_size * problem.seqlen_q, problem.seqlen_kv)
     return max(1, min(rows_together(problem) // max(rows, 1), problem.batch * problem.num_heads_kv))
 
 
 def heavy_end(mask: Mask, spec: KernelSpec) -> End:
-    """Return the end of a head's tiles that has most work, for kernels whose programs start in
-    order of work. Programs of panels, splits and shares do not: they are equally long."""
+    """Return the end of a head's tiles that has most work, for kernels that start heavy programs
+    first; otherwise empty. Programs of panels, splits and shares have equal work and no such
+    order."""
     by_work = spec.is_fused and not spec.parts
     return _heavy_end(mask, spec.stays) if by_work else ""
 

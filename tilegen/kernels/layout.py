@@ -1,4 +1,4 @@
-"""Layouts of tensors: strides of results, and log-sum-exps in pairs."""
+"""Memory layouts of tensors: strides of results, and log-sum-exps in pairs."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ if TYPE_CHECKING:
 Laid = tuple[tuple[int, ...], tuple[int, ...]]
 """The shape and the strides of a tensor."""
 PAIRED = frozenset(("lse", "partial_lse"))
-"""Tensors of two numbers for each row where scores are changed: the second, in base 2, is what the
-first, a natural logarithm, leaves out in fp32. They are told apart by the dimension before rows."""
+"""Tensors with two numbers for each row if scores are changed. The first is a natural logarithm;
+the second, in base 2, is the part that the first loses in fp32. The pair is the dimension before
+rows."""
 
 
 def empty_like(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Return an uninitialised tensor laid out like `tensor` (heads inside or outside of rows)."""
+    """Allocate an uninitialised tensor with the layout of `tensor` (heads inside or outside of
+    rows)."""
     shape = (*tensor.shape[:3], head_dim)
     return uninitialised(tensor.new_empty_strided(shape, strides_like(tensor, head_dim)))
 
 
 def laid_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as `empty_like(like, ...)` is laid out: the tensor itself, or a copy."""
+    """Return a tensor laid out as `empty_like(like, ...)` would be: the tensor itself, or a
+    copy."""
     strides = strides_like(like, tensor.shape[3])
     if tensor.stride() == strides:
         return tensor
@@ -41,6 +44,6 @@ def strides_like(tensor: torch.Tensor, head_dim: int) -> tuple[int, int, int, in
 
 
 def public_lse(lse: torch.Tensor) -> torch.Tensor:
-    """Return lse (batch, heads, seqlen_q) from the lse of kernels, which may be in pairs; lse of
-    fewer dimensions as it is."""
+    """Return lse (batch, heads, seqlen_q) from the lse of kernels, which may be in pairs. An lse of
+    fewer dimensions is returned unchanged."""
     return lse if lse.dim() < 4 else lse.select(2, 0)

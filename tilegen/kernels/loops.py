@@ -1,8 +1,8 @@
-"""The inner loops of kernels, of three kinds: `Whole`, `Sliced` and `OverRows`; and one step of a
-loop: its matrix products, what they read, and what they add to.
+"""The inner loops of kernels, of three kinds: `Whole`, `Sliced` and `OverRows`. A step of a loop
+has matrix products, their operands and their accumulators.
 
-A kind computes the numbers of a step from the tensors that a kernel's record names. Footprint and
-time follow from these numbers alone, for every kernel.
+Each kind computes the numbers of a step from the tensors named in a kernel's record. Footprint and
+time depend on these numbers alone, for every kernel.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ WIDTHS: dict[str, Dim] = {
     **dict.fromkeys(("q", "k", "dq", "dk"), "qk"),
     **dict.fromkeys(("v", "out", "dout", "dv"), "v"),
 }
-"""The head dim of a tensor's rows; lse and delta have one fp32 number a row."""
+"""The head dim of a tensor's rows; lse and delta have a single fp32 number per row."""
 chunks = cache(head_dim_chunks)
-"""Widths of the tiles that hold a head dim."""
+"""Widths of the tiles that cover a head dim."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ class Product:
     columns: int
     depth: int
     rows_in_shared: bool = True
-    """True: the first operand comes from shared memory. False: from registers, or it has been read
-    by another product of the step."""
+    """True if the first operand is read from shared memory. False if it is in registers, or was
+    already read by another product of the step."""
     scores: bool = False
-    """True: its result is a tile of scores, or of their gradients, that another product reads."""
+    """True if the result is a tile of scores, or of their gradients, that another product reads."""
 
     @property
     def multiply_adds(self) -> int:
@@ -50,7 +50,7 @@ class Product:
         return self.rows * self.columns * self.depth
 
     def operands_of_thread(self, threads: int) -> float:
-        """Count a thread's operand words, for an equal and square part of the result."""
+        """Count the operand words of a thread whose part of the result is an equal square."""
         return 2 * self.depth * sqrt(self.rows * self.columns / threads)
 
 
@@ -59,43 +59,44 @@ class Step:
     """The work of one step; sizes in rows, columns and words of the problem's dtype."""
 
     rows: int
-    """Rows of the tile that stays."""
+    """Rows of the stationary tile."""
     columns: int = 0
-    """Rows of the tile that passes; columns of the result, where head dims are sliced."""
+    """Rows of the streamed tile; if head dims are sliced, columns of the result."""
     products: tuple[Product, ...] = ()
     kept: int = 0
-    """Words of the operands that stay on chip through the loop."""
+    """Words of the operands that stay on chip for the whole loop."""
     results: tuple[int, ...]
-    """Widths of the fp32 tiles of `rows` rows that the loop adds up."""
+    """Widths of the fp32 tiles of `rows` rows that the loop accumulates."""
     rescales: bool = True
-    """True: a step multiplies its results by the correction of the running maximum."""
+    """True if each step rescales its results when the running maximum changes."""
     score_tiles: int = 0
-    """fp32 score tiles alive together, beside the results."""
+    """fp32 score tiles that are live together, besides the results."""
     scores: int = 0
-    """Entries of one score tile; 0 where a step has none."""
+    """Entries of one score tile; 0 if a step has none."""
     scores_after: int = 0
     """Entries of the score tile that a program computes once, after its loop."""
     changed: int = 0
-    """Words of an operand that change in registers before the product that reads them."""
+    """Words of an operand that are modified in registers before a product reads them."""
     weighted: bool = False
-    """True: the words that change are weights, which maxima of score tiles correct."""
+    """True if the modified words are weights, corrected by the maxima of score tiles."""
     passing: tuple[int, ...] = ()
-    """Widths of the pieces in which a row of the passing tile is loaded; none where no tile
-    passes."""
+    """Widths of the pieces in which a row of the streamed tile is loaded; none if no tile is
+    streamed."""
     numbers: int = 0
-    """fp32 numbers that are loaded with a row of the passing tile: lse, delta."""
+    """fp32 numbers that are loaded with a row of the streamed tile: lse, delta."""
     reads: float = 1.0
-    """Products that read a passing tile, on average."""
+    """Average number of products that read a streamed tile."""
     loaded: int = 0
     """Words that a step loads."""
     loads: int = 1
-    """Loads of a step in sequence, each started when the load before is done."""
+    """Dependent loads of a step: each starts when the load before is done."""
     held_bytes: int = 0
     """Bytes of the rows that a step without products holds."""
     summed: int = 0
-    """fp32 words that the warps of a program add up together, in a step without products."""
+    """fp32 words that the warps of a program sum together, in a step without products."""
     stored_bytes: int = 0
-    """Bytes in which results are laid out for their stores; 0 where they are stored as they lie."""
+    """Bytes of results that are rearranged in shared memory before they are stored; 0 if they are
+    stored directly."""
 
     @property
     def multiply_adds(self) -> int:
@@ -110,26 +111,26 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class _Loop:
-    """Fields and methods of all three kinds."""
+    """Fields and methods that all three kinds share."""
 
     stays: Side = "rows"
-    """The side of the scores whose tiles stay; tiles of the other side pass."""
-    # Kinds whose kernels differ in one of these have a field or a property of the name instead.
+    """The stationary side of the scores; tiles of the other side are streamed."""
+    # Kinds whose kernels differ in one of these define a field or a property of the same name.
     masked = is_fused = True
     splits = shares = joins = in_part = False
     panel = ""
 
     def sides(self, queries: T, keys: T) -> tuple[T, T]:
-        """Return the side that stays, and the side that passes; called with these two, return
-        queries and keys."""
+        """Return the stationary side and the streamed side. The same call turns (stationary,
+        streamed) back into (queries, keys)."""
         return (keys, queries) if self.stays == "columns" else (queries, keys)
 
     def values_in_keys(self, problem: AttentionProblem) -> bool:
-        """Whether values that are columns of keys are taken from the keys that are loaded."""
+        """Return True if values that are columns of keys are read from the loaded keys."""
         return False
 
     def streamed_bytes(self, problem: AttentionProblem) -> int:
-        """Return the bytes of one row that passes; 0 where head dims are not held whole."""
+        """Return the bytes of one streamed row; 0 if head dims are not held whole."""
         return 0
 
     def tile(self, config: TileConfig) -> str:
@@ -139,43 +140,44 @@ class _Loop:
 
 def _widths(problem: AttentionProblem, tensors: Iterable[str]) -> tuple[int, ...]:
     """Return the widths of the tiles that hold a row of each tensor."""
-    return tuple(width for one in tensors for width in chunks(problem.head_dims[WIDTHS[one]]))
+    return tuple(width for tensor in tensors for width in chunks(problem.head_dims[WIDTHS[tensor]]))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Whole(_Loop):
-    """The loop of a kernel that holds head dims whole: a tile stays, tiles of rows pass."""
+    """The loop of a kernel that holds head dims whole: one tile is stationary, tiles of rows are
+    streamed."""
 
     keeps: tuple[str, ...]
-    """Tensors of which a tile stays on chip."""
+    """Tensors with a tile that stays on chip."""
     streams: tuple[str, ...]
     """Tensors whose tiles are streamed."""
     accumulates: tuple[str, ...]
-    """Tensors that a program adds up on chip."""
+    """Tensors that a program accumulates on chip."""
     products: tuple[Dim, ...]
     """Matrix products of a step, each stationary rows x streamed rows x a head dim."""
     score_tiles: int
-    """Score tiles that are alive together."""
+    """Score tiles that are live together."""
     splits: bool = False
-    """True: a program goes through a split of the rows that pass, and stores its part of the
-    results in fp32."""
+    """True if a program works on a split of the streamed rows, and stores its part of the results
+    in fp32."""
     shares: bool = False
-    """True: a program goes through the tiles of a share of the rows that stay, one after the other,
-    and adds to its share's part of a result in fp32, which lies in memory."""
+    """True if a program works on the stationary tiles of a share one by one, and adds to the
+    share's partial result, which is in memory in fp32."""
     takes_latent: bool = False
-    """True: values that are the first columns of keys are not loaded again."""
+    """True if values that are the first columns of keys are not loaded a second time."""
 
     @property
     def in_part(self) -> bool:
-        """True: the tiles that pass are those of a split."""
+        """True if the streamed tiles are those of a split."""
         return self.splits
 
     def values_in_keys(self, problem: AttentionProblem) -> bool:
-        """Whether values that are columns of keys are taken from the keys that are loaded."""
+        """Return True if values that are columns of keys are read from the loaded keys."""
         return problem.latent and self.takes_latent
 
     def streamed_bytes(self, problem: AttentionProblem) -> int:
-        """Return the bytes of one row that passes: K and V, or Q, dO, lse, perhaps in pairs, and
+        """Return the bytes of one streamed row: K and V, or Q, dO, lse (perhaps in pairs) and
         delta."""
         total = 0
         for tensor in self._loaded(problem):
@@ -192,7 +194,7 @@ class Whole(_Loop):
         return f"{config.block_n} key-value rows stay while tiles of {config.block_m} queries pass"
 
     def step(self, problem: AttentionProblem, config: TileConfig) -> Step:
-        """Return one step, of a tile that stays and a tile that passes."""
+        """Return one step: one stationary tile and one streamed tile."""
         rows, columns = self.sides(config.rows, config.block_n)
         loaded = [one for one in self._loaded(problem) if one in WIDTHS]
         passing = _widths(problem, loaded)
@@ -206,7 +208,7 @@ class Whole(_Loop):
                     columns,
                     sum(chunks(problem.head_dims[dim])),
                     rows_in_shared=False,
-                    scores=i < self.score_tiles,  # the others read what these make
+                    scores=i < self.score_tiles,  # these products are read by the others
                 )
                 for i, dim in enumerate(self.products)
             ),
@@ -240,22 +242,22 @@ class Sliced(_Loop):
     slices: tuple[Dim, ...]
     """Head dims that are taken in slices."""
     loops: bool
-    """True: a program goes through all slices. False: each slice has programs of its own."""
+    """True if a program works on all slices. False if each slice has its own programs."""
     panel: Literal["", "writes", "reads"] = ""
-    """The kernel's part in the panel that the kernels of a pass share: it writes or reads it."""
+    """`writes` or `reads`: the kernel's use of the panel that the kernels of a pass share."""
     weighs: bool = False
-    """True: the panel is of weights, which maxima of score tiles correct."""
+    """True if the panel holds weights, which are corrected by the maxima of score tiles."""
     launches: int = 1
     """Launches for each panel."""
 
     @property
     def is_fused(self) -> bool:
-        """True: no scores leave the chip."""
+        """True if no scores leave the chip."""
         return not self.panel
 
     @property
     def in_part(self) -> bool:
-        """True: the tiles that pass are those of a panel."""
+        """True if the streamed tiles are those of a panel."""
         return self.panel == "reads" and self.stays == "columns"
 
     @property
@@ -265,11 +267,11 @@ class Sliced(_Loop):
 
     @property
     def score_tiles(self) -> int:
-        """Score tiles that are alive together."""
+        """Score tiles that are live together."""
         return self.results
 
     def step(self, problem: AttentionProblem, config: TileConfig) -> Step:
-        """Return one step, on one slice; without a panel, on all slices of a tile that passes."""
+        """Return one step on one slice; without a panel, on all slices of a streamed tile."""
         sides = {"block_m": config.rows, "block_n": config.block_n, "block_d": config.block_d}
         rows, columns, depth = (sides[one] for one in (self.rows, self.columns, self.depth))
         if not self.panel:
@@ -312,12 +314,12 @@ class Sliced(_Loop):
 
 @dataclass(frozen=True, kw_only=True)
 class OverRows(_Loop):
-    """The loop of a kernel that goes over its rows once, without matrix products."""
+    """The loop of a kernel that passes over its rows once, without matrix products."""
 
     works_on: tuple[str, ...]
-    """Tensors whose rows are worked on, each word once."""
+    """Tensors whose rows are read or written, each word once."""
     joins: bool = False
-    """True: the rows of `block_n` splits are joined in a step, and held in fp32."""
+    """True if a step joins the rows of `block_n` splits, held in fp32."""
     masked = is_fused = False
     products: ClassVar[tuple[Dim, ...]] = ()
     score_tiles = 1

@@ -1,9 +1,9 @@
-"""Backward in one pass over the scores, with five matrix products a tile; two passes have seven.
+"""Backward in one pass over the scores, with five matrix products per tile; two passes have seven.
 
-A program keeps keys, values and their gradients on chip, and adds to dQ in memory. It goes through
-the key tiles of a share. Each share has a dQ of its own, in fp32, that no other program adds to: no
-atomics, and the same bits in each run. Key tiles are dealt out in turn, which gives shares equal
-work under a causal mask.
+A program keeps keys, values and their gradients on chip, and adds to dQ in memory. It works on the
+key tiles of one share. Each share has its own dQ, in fp32, which no other program adds to: there
+are no atomics, and every run gives the same bits. Key tiles are dealt out in turn, which balances
+the shares under a causal mask.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def run(
     wants_dq: bool = True,
     wants_dkdv: bool = True,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Return (dq, dk, dv), None for gradients that are not wanted; all are computed together."""
+    """Compute (dq, dk, dv) together; None for gradients that are not wanted."""
     dq = None
     dk, dv, *parts = launch[BWD_ONE_PASS.name](q, k, v, dout, lse, delta, scale)
     if wants_dq:

@@ -1,5 +1,5 @@
-"""Parts of a gradient that several programs leave in fp32, and the kernel that adds them up, in
-order, so that the sum has the same bits in each run. Parts are not scaled: the sum is, once."""
+"""Partial gradients that several programs store in fp32, and the kernel that sums them. The order
+of the sum is fixed, so every run gives the same bits. The sum is scaled, not the parts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tilegen.kernels.results import NOT_WRITTEN
 from tilegen.kernels.spec import KernelSpec, Knobs, read, write
 
 TILES = Knobs(block_m=(16, 32, 64, 128), block_n=(16, 32, 64, 128))
-"""Tiles of kernels that leave parts: no larger than the smallest part."""
+"""Tiles of kernels that store parts: no larger than the smallest part."""
 PARTS_OF_QUERIES = {"partial_dq": ("q", "k", "q"), "has_dq": ("q", "k")}
 _HAS = f"fp32: 0 {NOT_WRITTEN.format(part='parts are')}"
 NOTES = {
@@ -22,7 +22,7 @@ NOTES = {
 
 
 def sizes_of_sum(names: str, tensor: str, *, splits_of: str) -> Line:
-    """Return the sizes that a kernel needs which adds up parts."""
+    """Return the sizes that a kernel needs to sum parts."""
     count = Argument("num_splits", "i32", splits_of, "size", 2)
     return Line((*sizes(names, tensor).arguments, count))
 

@@ -64,7 +64,7 @@ FWD = KernelSpec(
 
 
 def one_launch(kernel: KernelSpec) -> Callable[..., Any]:
-    """Return the `run` of a forward family that has one kernel for all: it returns (out, lse)."""
+    """Return the `run` of a forward family with a single kernel; it computes (out, lse)."""
 
     def run(
         launch: Mapping[str, Launch],

@@ -1,5 +1,5 @@
-"""Forward for head dims that no tile holds: outputs stay on chip, slices of the queries stream past
-again with every tile of keys."""
+"""Forward for head dims that no tile holds: outputs stay on chip, and slices of the queries are
+streamed again for every tile of keys."""
 
 from __future__ import annotations
 

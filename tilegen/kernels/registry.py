@@ -26,26 +26,26 @@ MODULES = (
     "small_cache",
     "one_pass",
 )
-"""Modules of this package, each with a tuple FAMILIES, in the order in which families are listed.
-They are imported by name, so that a family is one line here."""
+"""Modules of this package, each with a tuple FAMILIES, in listing order. They are imported by name,
+so that a new family is one line here."""
 
 FORWARD: dict[Family, FamilySpec] = {}
 BACKWARD: dict[Family, FamilySpec] = {}
 FAMILIES: dict[Direction, dict[Family, FamilySpec]] = {"forward": FORWARD, "backward": BACKWARD}
 KERNELS: dict[Kernel, KernelSpec] = {}
-"""Every kernel by its name, forward first."""
+"""All kernels by name, forward first."""
 _OF_KERNEL: dict[Kernel, dict[tuple[Direction, Family], FamilySpec]] = {}
-"""The families that launch a kernel, in the order in which they were registered."""
+"""The families that launch a kernel, in order of registration."""
 
 FLOORS: dict[str, tuple[Moved, ...]] = {
     "forward": q_stationary.FLOOR,
     "backward": two_pass.FLOOR,
 }
-"""Tensors that a pass must move under any schedule, by the direction."""
+"""Tensors that a pass must move under any schedule, by direction."""
 
 
 def register(family: FamilySpec) -> None:
-    """Make a family known to the whole compiler."""
+    """Register a family for the whole compiler."""
     FAMILIES[family.direction][family.name] = family
     for kernel in family.kernels:
         KERNELS[kernel.name] = kernel
@@ -69,15 +69,14 @@ SMALL_CACHE: tuple[Kernel, ...] = (*FORWARD["small_cache"].names, *BACKWARD["sma
 
 
 def family_among(kernels: Collection[Kernel], direction: Direction) -> FamilySpec | None:
-    """Return the family of a pass all of whose kernels are among `kernels`; None if there is
-    none."""
+    """Return the family of a pass whose kernels are all among `kernels`; None if there is none."""
     families = FAMILIES[direction].values()
     return next((family for family in families if set(family.names) <= set(kernels)), None)
 
 
 def family_with(kernel: Kernel, problem: AttentionProblem | None = None) -> FamilySpec:
-    """Return the first family that launches a kernel; of families that read pages and families that
-    read whole keys, the first that reads keys as a `problem` has them."""
+    """Return the first family that launches a kernel. If families for pages and for whole keys
+    share the kernel, the first that reads keys as in `problem`."""
     families = tuple(_OF_KERNEL[kernel].values())
     paged = problem is not None and problem.page > 0
     return next((family for family in families if family.pages == paged), families[0])
@@ -89,7 +88,7 @@ def direction_of(kernel: Kernel) -> Direction:
 
 
 def grid_of(kernel: Kernel, config: TileConfig, group_size: int) -> tuple[tuple[str, int], ...]:
-    """Return the grid of one launch: sizes with their divisors."""
+    """Return the grid of one launch, as sizes with their divisors."""
     knobs = {"group_size": group_size, "tile_heads": tile_heads(config, group_size)}
     knobs["split_q"] = config.split_kv
     knobs |= asdict(config)
@@ -97,22 +96,22 @@ def grid_of(kernel: Kernel, config: TileConfig, group_size: int) -> tuple[tuple[
 
 
 def tile_heads(config: TileConfig, group_size: int) -> int:
-    """Return the query heads whose rows a tile holds: a single head, a part of a group, or a whole
-    group."""
+    """Return the number of query heads whose rows a tile holds: one head, part of a group, or a
+    whole group."""
     return min(config.heads, group_size)
 
 
 def check_config(config: TileConfig, kernel: Kernel) -> None:
-    """Raise Unsupported for a config of another kind of kernel."""
+    """Check that a kernel can have a config. Raises Unsupported."""
     spec = KERNELS[kernel]
     if config.descriptors and not spec.described:
-        raise Unsupported(f"{kernel} has no tensor descriptors, expected no t in {config.key}")
+        raise Unsupported(f"{kernel} has no tensor descriptors; remove t from {config.key}")
     if not spec.sliced and config.block_d:
-        raise Unsupported(f"{kernel} holds head dims whole, expected no d in {config.key}")
+        raise Unsupported(f"{kernel} holds head dims whole; remove d from {config.key}")
     if not spec.parts and (config.heads > 1 or config.split_kv):
-        raise Unsupported(f"{kernel} splits nothing, expected no h and no k in {config.key}")
+        raise Unsupported(f"{kernel} does not split; remove h and k from {config.key}")
     if config.heads > 1 and not spec.packs:
-        raise Unsupported(f"a tile of {kernel} is of one head, expected no h in {config.key}")
+        raise Unsupported(f"a tile of {kernel} holds one head; remove h from {config.key}")
     at = 0 if spec.split_name == "split_q" else 1
     size, rows = ((config.block_m, "queries"), (config.block_n, "keys"))[at]
     if spec.parts and (not config.split_kv or config.split_kv % size):
@@ -126,7 +125,7 @@ def check_config(config: TileConfig, kernel: Kernel) -> None:
         allowed = getattr(spec.knobs, name)
         least = BLOCK_SIZES[0]
         is_free = not (spec.sliced or spec.parts or max(allowed) < least) and value >= least
-        # Tiles of few rows are for CPUs, which compute no more rows than there are.
+        # Tiles of few rows are for CPUs, which compute only the rows that exist.
         is_free |= name == "block_m" and spec.packs and value < least
         if value not in allowed and not is_free:
             raise Unsupported(

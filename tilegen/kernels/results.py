@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from tilegen.kernels.spec import KernelSpec
 
 LIKE = {"out": ("q", "v"), "dq": ("q", "q"), "dk": ("k", "k"), "dv": ("v", "v")}
-"""Results laid out like a tensor, and the tensor whose head dim they have."""
+"""Results with the layout of one tensor and the head dim of another."""
 OF_ROWS = {"lse": "q", "delta": "out"}
-"""Results of an fp32 number for each row of a tensor."""
+"""Results with an fp32 number for each row of a tensor."""
 OF_SPLITS: dict[str, tuple[str, ...]] = {}
-"""Results in fp32 for each row of a tensor and each split of another tensor's rows, and a tensor
-whose head dim they have: `KernelSpec.parts` of all kernels."""
+"""fp32 results for each row of one tensor and each split of another's rows, and the tensor whose
+head dim they have: `KernelSpec.parts` of all kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +28,12 @@ class Extent:
     """One size of a result."""
 
     of: str
-    """The tensor whose size this follows from, or a number that the launch is given."""
+    """The tensor that the size is read from, or a number that the launch is given."""
     axis: int | None = None
     """The dimension of the tensor; None for a number."""
     by: Literal["", "keys", "unit"] = ""
-    """Blank: the size itself. `keys`: the number of score tiles or splits in it, rounded up.
-    `unit`: the size rounded up to a multiple of the elements that strides are counted by."""
+    """Blank: the size itself. `keys`: the number of score tiles or splits, rounded up. `unit`: the
+    size rounded up to a multiple of the elements in which strides are counted."""
 
     def value(self, given: Mapping[str, Any], unit: int, keys: int) -> int:
         """Compute the size from the arguments of the launch, by name."""
@@ -44,9 +44,9 @@ class Extent:
 
 
 def extents(name: str, given: Collection[str], *, pairs: bool) -> tuple[Extent | int, ...]:
-    """Return the sizes of a result of a launch with the arguments `given`.
+    """Return the sizes of a result, for a launch with the arguments `given`.
 
-    With `pairs` a log-sum-exp is kept as two numbers, told apart by the dimension before rows.
+    With `pairs`, a log-sum-exp is two numbers, in the dimension before rows.
     """
     pair = (2,) if pairs and name in PAIRED else ()
     if name in LIKE:
@@ -69,10 +69,10 @@ def extents(name: str, given: Collection[str], *, pairs: bool) -> tuple[Extent |
 def allocate(
     name: str, given: Mapping[str, Any], unit: int, keys: int, pairs: bool
 ) -> torch.Tensor:
-    """Return an uninitialised tensor for a result of a launch.
+    """Allocate an uninitialised tensor for a result of a launch.
 
-    `given` are the launch's arguments by name; `unit` the elements that strides are counted by;
-    `keys` the keys of a score tile, or the rows of a split.
+    `given` are the launch's arguments by name. `unit` is the number of elements in which strides
+    are counted. `keys` is the number of keys of a score tile, or of rows of a split.
     """
     import torch
 
@@ -128,11 +128,11 @@ _PAGED_NOTES = {
     "partials": _NOTES["partials"].replace("batch", "1").replace("seqlen_q", "total_q"),
     "partial_lse": _NOTES["partial_lse"].replace("batch", "1").replace("seqlen_q", "total_q"),
 }
-"""The same of kernels that read pages."""
+"""Shapes, dtypes and meaning of tensors in kernels that read pages."""
 
 
 def shape_note(name: str, spec: KernelSpec, *, pairs: bool) -> str:
-    """Return the shape, dtype and meaning of a tensor in words; empty for numbers."""
+    """Describe the shape, dtype and meaning of a tensor; empty for numbers."""
     note = _PAGED_NOTES.get(name, "") if spec.pages else ""
     note = note or spec.notes.get(name) or _NOTES.get(name, "")
     if pairs and name in PAIRED:

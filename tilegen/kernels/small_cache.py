@@ -63,7 +63,7 @@ FWD_SCORES = KernelSpec(
     ),
     floor=(read("q", "g*n_q*d_qk"), read("k", "n_kv*d_qk"), write("weights", "g*nnz")),
     shows=("out", "lse"),
-    # A score tile is as wide as any step of the kernel of values, or wider.
+    # A score tile is at least as wide as any step of the values kernel.
     knobs=Knobs(block_m=(16, 32, 64, 128), block_n=(64, 128, 256), block_d=(32, 64, 128)),
     computes_scores=True,
     drops=True,
@@ -196,7 +196,7 @@ BWD_COLUMNS = KernelSpec(
         slices=("qk", "v"),
         loops=False,
         panel="reads",
-        launches=2,  # for dV with weights, for dK with score gradients
+        launches=2,  # dV from weights, dK from score gradients
     ),
     traffic=(
         read("weights", f"{_SLICES_V}*g*A_w"),
@@ -265,8 +265,8 @@ def forward(
     panel_rows: int,
     pairs: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, lse). `panel_rows` bounds the memory: 16 bits or 32 for each of their seqlen_kv
-    scores. With `pairs` lse is kept as two numbers."""
+    """Compute (out, lse). `panel_rows` bounds the memory: each row takes 16 or 32 bits for each of
+    seqlen_kv scores. With `pairs`, lse is two numbers."""
     import torch
 
     out = empty_like(q, v.shape[3])
@@ -279,7 +279,7 @@ def forward(
             q, k, p.head_first, p.num_heads, p.row_first, p.num_rows, scale
         )
         launch[FWD_VALUES.name](*scores, v, out, lse, p.head_first, p.row_first)
-        del scores  # its memory is the next panel's
+        del scores  # the next panel reuses its memory
     return out, lse
 
 
@@ -297,7 +297,7 @@ def backward(
     wants_dq: bool = True,
     wants_dkdv: bool = True,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Return (dq, dk, dv), None for gradients that are not wanted."""
+    """Compute (dq, dk, dv); None for gradients that are not wanted."""
     import torch
 
     dq = dk = dv = None
@@ -325,7 +325,7 @@ def backward(
             )
         if dq is not None:
             launch[BWD_ROWS.name](made[1], k, dq, p.head_first, p.row_first, scale)
-        del made  # its memory is the next panel's
+        del made  # the next panel reuses its memory
     return dq, dk, dv
 
 

@@ -1,10 +1,10 @@
-"""Backward with the rows that stream split over programs, for few tiles that stay: a program gives
-its split's part of a gradient, and a second kernel adds up the parts, in the order of the splits,
-so that the sum has the same bits in each run.
+"""Backward with streamed rows split over programs, for few stationary tiles. A program computes its
+split's part of a gradient. A second kernel sums the parts in the order of the splits, so every run
+gives the same bits.
 
-dK and dV of few keys (cross attention onto a short text) have queries split, dQ of few queries
-(onto a long prefix) has keys split, and few heads may have both. A split is a fixed number of rows,
-counted from the first.
+With few keys (cross attention onto a short text) queries are split for dK and dV. With few queries
+(onto a long prefix) keys are split for dQ. With few heads both may be split. A split is a fixed
+number of rows, counted from the first.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     import torch
 
 WORTH_SPLITTING = 1.1
-"""Factor in predicted time by which a backward with splits must be faster than a backward without
-them: sums of parts take memory and a launch more. A guess."""
+"""Factor in predicted time by which a backward with splits must beat a backward without: summing
+parts takes memory and one more launch. A guess."""
 _KNOBS = replace(TILES, split_kv=(128, 256, 512, 1024, 2048, 4096, 8192))
 
 _PARTS_OF_KEYS = {
@@ -123,21 +123,21 @@ BWD_DQ_SPLIT = replace(
 
 
 def run(launch: Mapping[str, Launch], *given: Any, **options: Any) -> Any:
-    """Return (dq, dk, dv) as the `run` of two passes does, each by the kernels that `launch` has
-    for it."""
+    """Compute (dq, dk, dv) as `run` of two_pass.py does, with each gradient by the kernels that
+    `launch` contains."""
 
     def dq(q: torch.Tensor, *others: Any) -> torch.Tensor:
-        found = empty_like(q, q.shape[3])
-        launch[BWD_DQ_SUM.name](*launch[BWD_DQ_SPLIT.name](q, *others), found, others[-1])
-        return found
+        result = empty_like(q, q.shape[3])
+        launch[BWD_DQ_SUM.name](*launch[BWD_DQ_SPLIT.name](q, *others), result, others[-1])
+        return result
 
     def dkdv(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        found = empty_like(k, k.shape[3]), empty_like(v, v.shape[3])
+        results = empty_like(k, k.shape[3]), empty_like(v, v.shape[3])
         parts = launch[BWD_DKDV_SPLIT.name](q, k, v, *others)
-        launch[BWD_DKDV_SUM.name](*parts, *found, others[-1])
-        return found
+        launch[BWD_DKDV_SUM.name](*parts, *results, others[-1])
+        return results
 
     both = {BWD_DQ.name: dq, BWD_DKDV.name: dkdv}
     return two_pass.run({**both, **launch}, *given, **options)

@@ -1,10 +1,11 @@
-"""Forward with the keys split over programs, for few queries: a tile holds the query rows of all
-heads that share a key-value head, a program streams the keys of one split past it, and a second
-kernel joins the splits' results (Flash-Decoding: Dao, Haziza, Massa, Sizov, 2023).
+"""Forward with the keys split over programs, for few queries (Flash-Decoding: Dao, Haziza, Massa,
+Sizov, 2023). A tile holds the query rows of all heads that share a key-value head, and a program
+streams the keys of one split past it. A second kernel joins the splits' results.
 
-A split is a fixed number of keys, counted from the first: the splits of a row depend on the row's
-keys alone. The keys of requests in pages are divided over their programs instead, unless they are
-batch-invariant: a grid is made for the longest request allowed, and most requests are shorter.
+A split is a fixed number of keys, counted from the first, so the splits of a row depend on the
+row's keys alone. Requests in pages differ: their keys are divided over the available programs,
+unless they are batch-invariant. The grid is sized for the longest request allowed, and most
+requests are shorter.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ if TYPE_CHECKING:
     from tilegen.problem import AttentionProblem
 
 FILLING = 256
-"""Programs that fill a GPU, about two for each SM: a guess. An emitted kernel serves GPUs with any
+"""Programs that fill a GPU, about two per SM: a guess. An emitted kernel serves GPUs with any
 number of SMs."""
 READ_OVER_LEFT = 32
-"""Bytes of keys and values that a split of a request reads where programs fill the GPU, over those
-of its partial results, which are written and read again: a guess."""
+"""Least ratio of the keys and values that a split reads [bytes] to its partial results, which are
+written and read again, once programs fill the GPU: a guess."""
 
 FWD_SPLIT = KernelSpec(
     name="fwd_split",
@@ -120,8 +121,8 @@ FWD_PAGED = replace(
         ("requests", 1),
         ("longest_kv", "split_kv"),
     ),
-    described=(),  # rows beyond a request's length lie in its last page, and are not loaded
-    # The largest are for grids whose partial results would take much memory (search_space.py).
+    described=(),  # rows beyond a request's length are in its last page, and are not loaded
+    # The largest splits are for grids whose partial results take much memory (search_space.py).
     knobs=replace(FWD_SPLIT.knobs, split_kv=(*FWD_SPLIT.knobs.split_kv, 16384, 32768, 65536)),
     pages=True,
     unpaged=FWD_SPLIT,
@@ -155,8 +156,8 @@ FWD_COMBINE = KernelSpec(
 
 
 def usual_tiles(problem: AttentionProblem, config: TileConfig) -> int:
-    """Return the least tiles of keys of a split of a divided request, where such splits leave no SM
-    idle: by READ_OVER_LEFT, but at most `config.split_kv` keys."""
+    """Return the least number of key tiles per split of a divided request, if such splits leave no
+    SM idle: by READ_OVER_LEFT, but at most `config.split_kv` keys."""
     left = 2 * 4 * config.rows * problem.head_dim_v
     width = problem.head_dim_qk + (0 if problem.latent else problem.head_dim_v)
     tile = config.block_n * width * problem.element_bytes
@@ -173,15 +174,14 @@ def run(
     panel_rows: int,
     pairs: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, lse)."""
+    """Compute (out, lse)."""
     return _combined(launch, launch[FWD_SPLIT.name](q, k, v, scale), q, v)
 
 
 @dataclass(slots=True, kw_only=True)
 class Views:
     """The views in which kernels see the tensors of a paged call. Launches take the tensors as the
-    caller laid them out, since each view takes PyTorch a tenth of a warm call. The record is never
-    changed."""
+    caller laid them out: each view costs a tenth of a warm call. The record is never changed."""
 
     inputs: tuple[tuple[int, ...], ...]
     """The shapes, then the strides, of q, k and v, as `run_paged` describes them."""
@@ -195,8 +195,8 @@ class Views:
 
 @dataclass(slots=True)
 class Requests:
-    """Places of the queries and keys of requests: tensors on the device, and their bounds.
-    The record is never changed; a frozen record would take longer to make."""
+    """Places of the queries and keys of requests: tensors on the device, and their bounds. The
+    record is never changed; a frozen record would take longer to create."""
 
     block_table: torch.Tensor
     """(requests, pages), int32 or int64: the pages of each request, in the order of its keys."""
@@ -206,15 +206,16 @@ class Requests:
     """(requests + 1,): the first query of each request, and the end of the last."""
     longest_q: int
     longest_kv: int
-    """The most queries and keys that a request has."""
+    """The largest numbers of queries and of keys that a request has."""
     views: Views | None = None
-    """The views of q, k, v and the results, unless the tensors are laid out as kernels see them."""
+    """The views of q, k, v and the results; None if the tensors are already laid out for
+    kernels."""
     out: torch.Tensor | None = None
     """The caller's tensor for the result."""
 
     @property
     def narrow(self) -> Requests:
-        """The same in 32 bits, as kernels of bundles read it."""
+        """Return the same in 32 bits, which kernels of bundles read."""
         tensors = (self.block_table, self.lengths, self.q_starts)
         table, lengths, starts = (one.int() for one in tensors)
         return replace(self, block_table=table, lengths=lengths, q_starts=starts)
@@ -231,8 +232,8 @@ def run_paged(
     pairs: bool = False,
     requests: Requests,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, lse) of q (1, heads, all queries, head_dim_qk), and of pages k and v (pages,
-    heads, keys of a page, head dim), or of tensors with such views."""
+    """Compute (out, lse) of q (1, heads, all queries, head_dim_qk) and pages k and v (pages, heads,
+    keys of a page, head dim), or of tensors with such views."""
     table, lengths, views = requests.block_table, requests.lengths, requests.views
     where = table, lengths, requests.q_starts, lengths.shape[0]
     given = q, k, v, *where, requests.longest_q, requests.longest_kv, table.stride(0), scale

@@ -36,7 +36,7 @@ FLOOR = (
     write("dk", "N_kv*d_qk"),
     write("dv", "N_kv*d_v"),
 )
-"""Tensors that a whole backward must move."""
+"""Tensors that any backward must move."""
 _STRIDES = (
     strides("q", "batch, head and row strides"),
     strides("k"),
@@ -69,7 +69,7 @@ BWD_PREPROCESS = KernelSpec(
         write("delta", "g*N_q", fp32=True),
     ),
     shows=("dq", "dk", "dv", "dt", "dsinks"),  # delta is seen in all of them
-    knobs=Knobs(block_n=BLOCK_SIZES[:1], num_stages=(1,)),  # no loop to pipeline, no second side
+    knobs=Knobs(block_n=BLOCK_SIZES[:1], num_stages=(1,)),  # nothing to pipeline or stream
 )
 
 BWD_DKDV = KernelSpec(
@@ -165,7 +165,7 @@ def run(
     wants_dq: bool = True,
     wants_dkdv: bool = True,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Return (dq, dk, dv), None for gradients that are not wanted."""
+    """Compute (dq, dk, dv); None for gradients that are not wanted."""
     dq = dk = dv = None
     if wants_dq:
         dq = launch[BWD_DQ.name](q, k, v, dout, lse, delta, scale)
