@@ -1,2 +1,2 @@
-"""Kernels and tiles for a problem: the search space, the model's ranking (`ranker`), measured and
-agreed configs (`records`), families, and the choice. tilegen/pipeline.py joins them."""
+"""Choose kernels and tiles for a problem: the search space, the model's ranking (`ranker`),
+measured and agreed configs (`records`), and families. tilegen/pipeline.py joins them."""

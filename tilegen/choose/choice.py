@@ -22,15 +22,15 @@ Origin = Literal["agreement", "record", "tuning", "model"]
 
 @dataclass(frozen=True)
 class Ranked:
-    """The configs to use for a task, best first, and where they come from."""
+    """The configs to use for a task, best first, and their source."""
 
     task: KernelTask
     configs: tuple[TileConfig, ...]
     origin: Origin
     source: str
-    """The file of a record, or another source of the configs, for people."""
+    """The file of a record, or another source of the configs, for display."""
     candidates: tuple[Candidate, ...] = ()
-    """The model's reasons, where the configs are its own."""
+    """The model's candidates with their reasons, if the configs are the model's."""
 
     @property
     def kernel(self) -> Kernel:
@@ -45,10 +45,10 @@ class Choice:
     config: TileConfig
     ranked: Ranked
     tried: Mapping[TileConfig, Resources | BuildFailed] = field(default_factory=dict)
-    """Result of compiling, for each config that was compiled."""
+    """The result of compiling each config that was compiled."""
     seconds: Mapping[TileConfig, float] = field(default_factory=dict)
-    """Predicted time [s] of the model's configs that compiled to a usable kernel, with the
-    resources that the compiler reported."""
+    """Predicted time [s] of the model's usable configs, with the resources that the compiler
+    reported."""
     library: Backend | None = None
     """The library of the kernel's family; see `FamilySpec.library`."""
 
@@ -59,5 +59,5 @@ class Choice:
 
     @property
     def source(self) -> str:
-        """The source of the config, for people."""
+        """The source of the config, for display."""
         return self.ranked.source

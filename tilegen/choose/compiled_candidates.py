@@ -1,4 +1,4 @@
-"""The model's candidates with the compiler's results, where these are known."""
+"""The model's candidates with the compiler's results, if known."""
 
 from __future__ import annotations
 
@@ -27,9 +27,8 @@ def with_verdicts(
 ) -> list[Candidate]:
     """Return the candidates of a task, each with the resources that a compiler reported for it.
 
-    Configs `tried` just now come first, the fastest by machine code before the others. Tried
-    configs that may not be used come last. Other candidates have their remembered verdicts, which
-    change no order.
+    Configs `tried` just now come first, ordered by the time of their machine code, or last if they
+    are not usable. Other candidates get their cached results and keep their order.
     """
     known, aligned = {one.config: one for one in candidates}, rows_are_aligned(task.problem)
     ordered: list[tuple[int, float, Candidate]] = []

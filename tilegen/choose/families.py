@@ -1,6 +1,6 @@
-"""The choice of a family of kernels for a pass: with queries (or keys) stationary and whole, with
-head dims streamed, or with scores in a panel as in the small-cache algorithms. The model decides,
-and measured times where there are any."""
+"""Choose the family of kernels for a pass. Queries (or keys) are stationary and whole, or head dims
+are streamed, or scores are stored in a panel as in the small-cache algorithms. Measured times
+decide, or else the model."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
     from tilegen.choose.records import Records
 
 LARGE = 2.0
-"""M / d^2 from which FlashAttention's schedules move least by a margin: the traffic of the
-schedules crosses between 0.7 and 1.8 (theory/optimum.py), forward and backward. Another family is
-taken there only if it is predicted to be faster by CLEARLY_FASTER. Measured times go before: see
+"""M / d^2 above which FlashAttention's schedules move the fewest bytes by a clear margin. The
+traffic of forward and backward schedules crosses between 0.7 and 1.8 (theory/optimum.py). Above,
+another family must be predicted to be faster by CLEARLY_FASTER. Measured times have priority: see
 `families_used`."""
 CLEARLY_LARGE = 4.0
-"""M / d^2 from which the other families are not ranked: head dims of 128 in 16 bits have 15 on an
-H200, 256 have 3.8, where registers for the gradients of 64 keys and values are short and few heads
-leave SMs idle. Ranking takes four to five times as long for a forward never seen before, and loads
-SymPy where there is a record."""
+"""M / d^2 above which the other families are not ranked. On an H200, head dims of 128 in 16 bits
+have 15, and 256 have 3.8. At 256, registers for the gradients of 64 keys and values are short, and
+few heads leave SMs idle. Ranking takes four to five times as long for a new forward, and loads
+SymPy even if there is a record."""
 CLEARLY_FASTER = 1.25
-"""Factor in predicted time beyond the error of the model between untimed kernels: a guess."""
+"""Factor in predicted time that exceeds the model's error between untimed kernels: a guess."""
 
 TALL, FEW_WAVES, FEW_ROWS = 128, 2, 16
-"""Rows of a tall tile, and the programs for each SM from which a family for few programs is not
-ranked: no SM is idle for long then. Such a family is still ranked where a head has fewer than
-FEW_ROWS queries, so that the heads of a group may share a tile."""
+"""Rows of a tall tile, and the programs per SM above which families for few programs are not
+ranked: no SM is idle for long. Such a family is still ranked if a head has fewer than FEW_ROWS
+queries, because heads of a group may then share a tile."""
 
 
 @one_at_a_time
@@ -54,18 +54,18 @@ def kernels_of(
 
 
 def passes_of(problem: AttentionProblem) -> tuple[Direction, ...]:
-    """Return the passes of a problem. Keys in pages have no gradients, and gradients of values in
-    keys belong to a problem whose values are apart."""
+    """Return the passes of a problem. Keys in pages have no gradients. Values in keys have none
+    either: their gradients need a problem with separate values."""
     return ("forward",) if problem.page or problem.latent else ("forward", "backward")
 
 
 def kernels_used(records: Records, direction: Direction | None = None) -> tuple[Kernel, ...]:
-    """Return the kernels that a call uses, of one pass or of all."""
+    """Return the kernels that a call uses, for one pass or for all."""
     return tuple(name for spec in families_used(records, direction) for name in spec.names)
 
 
 def families_used(records: Records, direction: Direction | None = None) -> tuple[FamilySpec, ...]:
-    """Choose the family that a call uses, for one pass or for each."""
+    """Choose the family that a call uses, for one pass or for both."""
     ways = passes_of(records.problem) if direction is None else (direction,)
     return tuple(_family_used(records, way) for way in ways)
 
@@ -74,8 +74,8 @@ def _family_used(records: Records, direction: Direction) -> FamilySpec:
     """Choose the family that all ranks agreed on, or else the fastest measured family, or else the
     model's.
 
-    Measured times are compared with measured times only: predictions are optimistic, so that an
-    untimed family would always win. A library, too, is compared with a measured family only.
+    Measured times are compared with measured times only. Predictions are optimistic, so an untimed
+    family would always win. A library, too, is compared with a measured family only.
     """
     if not isinstance(records.device, GpuSpec):
         return _family_on_cpu(records.problem, direction)
@@ -103,7 +103,7 @@ def _family_on_cpu(problem: AttentionProblem, direction: Direction) -> FamilySpe
 
 
 def _measured(records: Records, kernels: tuple[Kernel, ...]) -> float | None:
-    """Return the time of a family's kernels together, None if one of them was not measured."""
+    """Return the summed time of a family's kernels; None if a kernel was not measured."""
     total = 0.0
     for kernel in kernels:
         if (seconds := records.seconds(kernel)) is None:
@@ -113,7 +113,7 @@ def _measured(records: Records, kernels: tuple[Kernel, ...]) -> float | None:
 
 
 def family(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> Family:
-    """Return the family predicted to be fastest. Raises Unsupported where none fits."""
+    """Return the family predicted to be fastest. Raises Unsupported if none fits."""
     bucket = problem.bucket
     able = _able(problem, gpu, direction)
     if len(able) == 1:
@@ -132,7 +132,7 @@ def family(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> Fam
 
 
 def _able(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> list[Family]:
-    """Return the families that can compute a problem, and may be the fastest."""
+    """Return the families that can compute a problem and may be the fastest."""
     return [
         name
         for name, spec in FAMILIES[direction].items()
@@ -147,14 +147,16 @@ def _room(problem: AttentionProblem, gpu: GpuSpec) -> float:
 
 
 def why_not_ranked(spec: FamilySpec, problem: AttentionProblem, gpu: GpuSpec) -> str:
-    """Return why a family cannot win, by the limits in its record; empty if it may. The family of
-    batch-invariant problems must not depend on sizes."""
+    """Return the reason why a family cannot win, by the limits in its record; empty if it may. For
+    batch-invariant problems, the family must not depend on sizes."""
     if spec.for_cpus:
         return "nobody has timed it on a GPU"
     if problem.invariant and spec.direction == "forward":
         return ""
     if spec.large_heads_only and (room := _room(problem, gpu)) >= CLEARLY_LARGE:
-        return f"M is {room:.1f} d^2, and from {CLEARLY_LARGE:g} d^2 on others move clearly less"
+        return (
+            f"M is {room:.1f} d^2; from {CLEARLY_LARGE:g} d^2 on, other families move clearly less"
+        )
     for kernel in spec.kernels if spec.few_programs_only else ():
         rows, _ = kernel.loop.sides(problem.seqlen_q * problem.group_size, problem.seqlen_kv)
         tiles = problem.batch * problem.num_heads_kv * -(-rows // TALL)
@@ -169,8 +171,7 @@ def ranked_families(
 ) -> tuple[tuple[Family, float], ...]:
     """Return (family, predicted seconds), the fastest first.
 
-    Families whose kernels spill more than a usable kernel may come last. Raises Unsupported where
-    none fits.
+    Families whose kernels spill too much may come last. Raises Unsupported if no family fits.
     """
     task = PassTask(direction, problem, gpu)
     return task.memo.once(("families", direction, gpu), lambda: _ranked_families(task))

@@ -1,4 +1,4 @@
-"""The choice between tilegen's kernels and a library's, for a whole pass: by measured times."""
+"""Choose between tilegen's kernels and a library's for a whole pass, by measured times."""
 
 from __future__ import annotations
 
@@ -19,37 +19,36 @@ HEAD_DIM_STEP = 8
 
 
 def why_not(problem: AttentionProblem, backend: Backend) -> str:
-    """Return why a library is not used for a problem; empty if it is.
+    """Return the reason why a library is not used for a problem; empty if it is.
 
-    A library that refuses the problem on some GPU raises there, when it is measured.
+    A library that cannot compute the problem on some GPU raises an error when it is measured.
     """
     if not (problem.mask.is_full or problem.mask.is_causal):
-        return f"{backend} takes no mask but causal, got {problem.mask}"
+        return f"{backend} supports only causal masks, got {problem.mask}"
     if problem.mask.is_causal and problem.seqlen_q != problem.seqlen_kv:
         return f"{backend} is used only for square causal masks"
     if problem.score or problem.dropout:
         return f"{backend} is used only without changes of scores and without dropout"
     if problem.page:
-        return f"{backend} reads no pages of a cache"
+        return f"{backend} does not read pages of a cache"
     if problem.invariant:
-        return f"{backend} adds up in an order that depends on the batch"
+        return f"{backend} sums in an order that depends on the batch"
     if problem.dtype == "fp32":
-        return f"{backend} is used only for fp16 and bf16: products of fp32 may be rounded"
+        return f"{backend} is used only for fp16 and bf16: it may round products of fp32"
     if problem.head_dim_qk != problem.head_dim_v:
         return f"{backend} is used only for equal head dims"
     if problem.head_dim_qk > MAX_HEAD_DIM or problem.head_dim_qk % HEAD_DIM_STEP:
-        return f"{backend} takes multiples of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM} as head dim"
+        return f"{backend} supports head dims in multiples of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM}"
     if backend == "efficient" and problem.group_size > 1:
-        return f"{backend} shares no key-value heads"
+        return f"{backend} does not support grouped key-value heads"
     return ""
 
 
 def faster_library(records: Records, direction: Direction, seconds: float) -> Backend | None:
-    """Return the library that takes less time for a pass than kernels that take `seconds`; None if
-    there is none.
+    """Return the library that computes a pass in less than `seconds`; None if there is none.
 
-    A library is taken only with TILEGEN_LIBRARIES=1 and by a record of the PyTorch that is
-    installed, and never where choices must be deterministic.
+    A library is used only with TILEGEN_LIBRARIES=1 and a record of the installed PyTorch, and never
+    if choices must be deterministic.
     """
     if not settings().libraries or records.deterministic:
         return None

@@ -1,7 +1,8 @@
-"""Kernels and tiles for a processor: the family and splits by rules, tiles by records or the model.
+"""Choose kernels and tiles for a processor: family and splits by rules, tiles by records or the
+model.
 
-A choice depends on the problem, the processor's row in the catalogue and records alone. Neither the
-number of threads nor a clock has a say, since results must not depend on them.
+A choice depends only on the problem, records and the processor's row in the catalogue. It does not
+depend on the number of threads or on a clock, because results must not.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tilegen.units import bytes_text
 
 
 def family_on_cpu(problem: AttentionProblem, direction: Direction) -> FamilySpec:
-    """Choose the family of a pass. Raises Unsupported where it cannot compute the problem."""
+    """Choose the family of a pass. Raises Unsupported if it cannot compute the problem."""
     problem = problem.bucket  # lengths are powers of two
     family = family_by_rule(problem, direction)
     if reason := family.why_not(problem, "cpu"):
@@ -33,16 +34,16 @@ def family_on_cpu(problem: AttentionProblem, direction: Direction) -> FamilySpec
 
 
 def usual_config(task: KernelTask) -> TileConfig:
-    """Return the tile of a kernel by rules, which need no model."""
+    """Choose the tile of a kernel by rules, without the model."""
     return config_by_rule(task.problem.bucket, task.kernel)
 
 
 def space(task: KernelTask) -> list[TileConfig]:
-    """Return the tiles that a kernel can have on a processor, the usual one first.
+    """Return the tiles that a kernel can have on a processor, the usual tile first.
 
-    Splits and shares are those of the rules: they divide work over threads, and a time on one
-    thread cannot judge them. So are the rows of tiles with several heads. Kernels that pass over
-    their rows once have one tile.
+    Splits and shares are fixed by rules: they divide work over threads, and single-thread timings
+    cannot rank them. The rows of tiles with several heads are fixed, too. Kernels that pass over
+    their rows once have a single tile.
     """
     usual, spec, problem = usual_config(task), task.spec, task.problem.bucket
     if not spec.masked or task.in_order:
@@ -63,14 +64,14 @@ def space(task: KernelTask) -> list[TileConfig]:
 
 
 def chosen_config(task: KernelTask) -> TileConfig:
-    """Return the tile that calls have without a record: the first of `ranked`, or that of the rules
-    where there is nothing to rank."""
+    """Choose the tile that calls use without a record: the first of `ranked`, or the tile of the
+    rules if there is nothing to rank."""
     task = _of_bucket(task)
     return task.memo.once(("on a processor", task.kernel, task.device), lambda: _chosen(task))
 
 
 def _chosen(task: KernelTask) -> TileConfig:
-    if task.spec.packs:  # keys are divided over threads, of which the model knows nothing
+    if task.spec.packs:  # the model cannot predict keys divided over threads
         return usual_config(task)
     configs = space(task)
     return configs[0] if len(configs) == 1 else ranked(task, configs)[0]
@@ -78,25 +79,25 @@ def _chosen(task: KernelTask) -> TileConfig:
 
 @one_at_a_time
 def ranked(task: KernelTask, configs: Sequence[TileConfig] | None = None) -> list[TileConfig]:
-    """Return tiles in the order of the model's times, the fastest first. The times are those of
-    machines with any number of threads: see `idle_factor`."""
+    """Rank tiles by the model's times, the fastest first. The times hold for machines with any
+    number of threads: see `idle_factor`."""
     task = _of_bucket(task)
     costs = {config: _cost(task.tiled(config)) for config in configs or space(task)}
     return sorted(costs, key=lambda config: (costs[config], config))
 
 
 def candidates(task: KernelTask, configs: Sequence[TileConfig] | None = None) -> list[Candidate]:
-    """Return tiles with the model's estimates and reasons, the fastest first; the tile that calls
-    have without a record before all others."""
+    """Return tiles with the model's estimates and reasons, the fastest first. The tile that calls
+    use without a record precedes all others."""
     task = _of_bucket(task)
     order = dict.fromkeys((chosen_config(task), *ranked(task, configs)))
-    wanted = order if configs is None else [config for config in order if config in configs]
-    return [candidate_of(task.tiled(config)) for config in wanted]
+    tiles = order if configs is None else [config for config in order if config in configs]
+    return [candidate_of(task.tiled(config)) for config in tiles]
 
 
 @one_at_a_time
 def candidate_of(tiled: Tiled) -> Candidate:
-    """Return a tile with the model's estimate, and the reason for it in a sentence."""
+    """Return a tile with the model's estimate, and a sentence that gives the reason for it."""
     cost = estimate(tiled)
     moved, least = cost.read_bytes + cost.write_bytes, cost.lower_bound_bytes
     bound = f", {moved / least:.1f} times the lower bound" if least else ""
@@ -111,7 +112,7 @@ def candidate_of(tiled: Tiled) -> Candidate:
 @one_at_a_time
 def estimate(tiled: Tiled) -> CostEstimate:
     """Predict the cost of a tile on one thread."""
-    from tilegen.model.bounds import lower_bound_bytes  # loads formulas that no choice needs
+    from tilegen.model.bounds import lower_bound_bytes  # loads formulas that choices do not need
 
     moved, run, terms = traffic(tiled), launches(tiled), weighted(tiled)
     seconds = seconds_of(tiled)
@@ -134,7 +135,7 @@ def estimate(tiled: Tiled) -> CostEstimate:
 
 
 def _cost(tiled: Tiled) -> float:
-    """Return the seconds by which tiles are ranked."""
+    """Return the predicted time by which tiles are ranked [s]."""
     return seconds_of(tiled) * idle_factor(launches(tiled).programs)
 
 
@@ -146,7 +147,7 @@ def _of_bucket(task: KernelTask) -> KernelTask:
 @one_at_a_time
 def tuned_space(task: KernelTask) -> list[TileConfig]:
     """Return the tiles that a tuner may try: those that leave no more threads idle than the choice
-    without tuning. A time on one thread cannot tell."""
+    without tuning, which single-thread timings cannot see."""
     task = _of_bucket(task)
 
     def idle(config: TileConfig) -> float:
@@ -157,7 +158,7 @@ def tuned_space(task: KernelTask) -> list[TileConfig]:
 
 
 def may_tune(task: KernelTask) -> bool:
-    """Check whether a kernel has more than one tile to try on a processor."""
+    """Return True if a kernel has more than one tile to try on a processor."""
     return len(space(task)) > 1 and len(tuned_space(task)) > 1
 
 

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from tilegen.model.resources import Resources
 
 REGISTER_DOUBT = 1.8
-"""Factor of the registers of a thread up to which a prediction may go for a tuner to compile the
-config. In the catalogue on four GPUs, configs that are faster by machine code than the first
-choice lie below, except for fp32 slices, 3 % faster (benchmarks/results/machine_code.csv)."""
+"""Predicted registers per thread, as a multiple of the limit, up to which a tuner compiles a
+config. On four GPUs of the catalogue, configs that beat the first choice by machine code are below
+it. fp32 slices, 3 % faster, are the exception (benchmarks/results/machine_code.csv)."""
 
 Timed = tuple[Time, TileConfig, Footprint]
 
@@ -42,10 +42,10 @@ Timed = tuple[Time, TileConfig, Footprint]
 def propose(task: KernelTask, *, top: int = 10, describable: bool = True) -> list[Candidate]:
     """Return up to `top` candidates, best first, all predicted to fit. Raises Unsupported.
 
-    A dtype that the tensor cores of the device do not take is ranked by its multiply-adds; a
-    warning says so once. A config ranks by its time and the traffic of its predicted spills;
-    configs that surely spill too much come only where no other config fits. Tensor descriptors are
-    proposed for tiles that would spill without, and not where tensors are not `describable`.
+    A dtype that the device's tensor cores do not support is ranked by its multiply-adds, with one
+    warning. A config ranks by its time plus the traffic of its predicted spills. Configs that
+    surely spill too much are returned only if no other config fits. Tensor descriptors are proposed
+    for tiles that would otherwise spill, if tensors are `describable`.
     """
     if isinstance(top, bool) or not isinstance(top, int) or top < 1:
         raise Unsupported(f"top must be an int of at least 1, got {top!r}")
@@ -56,11 +56,11 @@ def propose(task: KernelTask, *, top: int = 10, describable: bool = True) -> lis
 
 @one_at_a_time
 def by_lower_bound(task: KernelTask, *, top: int = 10, describable: bool = True) -> list[Candidate]:
-    """Return up to `top` candidates in the order of their times without spilling, which are their
+    """Return up to `top` candidates, ordered by their times without spilling, which are also their
     estimates. Raises Unsupported.
 
-    These times are lower bounds, so that compiling in this order can stop at the first result that
-    beats the next bound.
+    These times are lower bounds, so compiling in this order can stop at the first result that beats
+    the next bound.
     """
     return _best(task, top, describable, spilling=False)
 
@@ -73,8 +73,8 @@ def best_of(task: KernelTask) -> Candidate:
 
 @one_at_a_time
 def invariant_config(task: KernelTask) -> TileConfig:
-    """Return the config by which a kernel computes all batch-invariant problems that differ in
-    batch, lengths and pages only: kernels for whole and for paged keys add up alike. Raises
+    """Return the config of a kernel for all batch-invariant problems that differ only in batch,
+    lengths and pages. Kernels for whole and for paged keys sum in the same order. Raises
     Unsupported."""
     problem = replace(task.problem.rounded, page=0)
     return propose(
@@ -83,8 +83,8 @@ def invariant_config(task: KernelTask) -> TileConfig:
 
 
 def joining(task: KernelTask) -> KernelTask:
-    """Settle the splits of a kernel that joins them: the model's. Other tasks are returned as they
-    are. Raises Unsupported."""
+    """Give a task that joins splits the model's splits. Other tasks are returned unchanged. Raises
+    Unsupported."""
     before = task.before
     if before is None or task.joined:
         return task
@@ -113,24 +113,24 @@ def _best(task: KernelTask, top: int, describable: bool, *, spilling: bool) -> l
 def _fastest(
     task: KernelTask, configs: Sequence[TileConfig], top: int, *, spilling: bool
 ) -> list[Timed]:
-    """Return the `top` fastest configs that fit and do not surely spill much, timed with their
-    predicted spills or without any.
+    """Return the `top` fastest configs that fit and do not surely spill too much, timed with or
+    without their predicted spills.
 
-    Configs that the SMs' units, or L2, alone make slower than the best so far are not timed, and
-    their tiles not counted.
+    A config is skipped, and its tiles are not counted, if the time of the SMs' units or of L2 alone
+    exceeds the best time so far.
     """
     timed: list[Timed] = []
     best: list[float] = []  # a heap of the `top` shortest times, negated
-    alike: dict[TileConfig, list[Tiled]] = {}
+    by_code: dict[TileConfig, list[Tiled]] = {}
     for config in configs:
         tiled = Tiled(task, config)
-        alike.setdefault(_plain(tiled), []).append(tiled)
+        by_code.setdefault(_plain(tiled), []).append(tiled)
     launch, kept = launch_seconds(task, 1), kept_entries(task)
-    bounds = [(_least_seconds(Tiled(task, plain), launch, kept), plain) for plain in alike]
+    bounds = [(_least_seconds(Tiled(task, plain), launch, kept), plain) for plain in by_code]
     for least, plain in sorted(bounds):
         if len(best) == top and least > -best[0]:
             break
-        promising = [tiled for tiled in alike[plain] if _is_promising(tiled)]
+        promising = [tiled for tiled in by_code[plain] if _is_promising(tiled)]
         full = len(best) == top
         if not promising or (full and _least_as_counted(Tiled(task, plain), launch) > -best[0]):
             continue
@@ -148,13 +148,14 @@ def _fastest(
 
 
 def _last_resort(task: KernelTask, configs: Sequence[TileConfig], top: int) -> list[Timed]:
-    """Return the `top` fastest configs that spill much, or that do not quite fit by prediction."""
+    """Return the `top` fastest configs that spill too much, or that by prediction just fail to
+    fit."""
     needed = [(config, footprint(Tiled(task, config))) for config in configs]
     fitting = [pair for pair in needed if pair[1].fits(task.gpu)]
     if not fitting:
         fitting = [pair for pair in needed if pair[1].may_fit(task.gpu)]
     legal = [pair for pair in fitting if not pair[1].surely_spills]
-    # The configs that spill least, where every config spills much.
+    # If every config spills too much, the configs that spill least.
     least = sorted(fitting, key=lambda pair: (pair[1].registers, pair[0]))[: max(top, 20)]
     return _ranked(
         [(time(Tiled(task, config), needs), config, needs) for config, needs in legal or least]
@@ -162,7 +163,7 @@ def _last_resort(task: KernelTask, configs: Sequence[TileConfig], top: int) -> l
 
 
 def _ranked(times: list[Timed]) -> list[Timed]:
-    # Configs of the same tile and time come in the order in which they are less likely to spill.
+    # Configs of equal tile and time are ordered by their probability to spill.
     return sorted(
         times,
         key=lambda timed: (
@@ -175,8 +176,9 @@ def _ranked(times: list[Timed]) -> list[Timed]:
 
 
 def _is_promising(tiled: Tiled) -> bool:
-    """Whether a config is worth timing: it fits, is unlikely to spill, and uses tensor descriptors
-    only if it would spill without. They save registers, and little else (templates/README.md)."""
+    """Return True if a config is worth timing: it fits, is unlikely to spill, and uses tensor
+    descriptors only if it would spill without them. Descriptors save registers, and little else
+    (templates/README.md)."""
 
     def compute() -> bool:
         needs, config = footprint(tiled), tiled.config
@@ -189,20 +191,21 @@ def _is_promising(tiled: Tiled) -> bool:
 
 
 def _plain(tiled: Tiled) -> TileConfig:
-    """Return the config without a pipeline and descriptors, which other configs share."""
+    """Return the config without pipeline and descriptors, which several configs share."""
     config = tiled.config
     return tiled.by_config("plain", lambda: replace(config, num_stages=1, descriptors=False))
 
 
 def _least_seconds(plain: Tiled, launch: float, kept: int) -> float:
-    """Return a lower bound of the seconds of all configs of this tile and these warps, however many
-    stages they have and however tiles are loaded: of as many steps as `kept` scores would fill."""
+    """Return a lower bound on the time [s] of all configs with this tile and these warps, for any
+    number of stages and any loads. The number of steps is what `kept` scores would fill."""
     steps = kept / (plain.config.rows * plain.config.block_n)
     return launch + least_seconds(plain.gpu, step_clocks(plain), steps)
 
 
 def _least_as_counted(plain: Tiled, launch: float) -> float:
-    """Return a lower bound of the seconds from the visited tiles, which takes longer to compute."""
+    """Return a lower bound on the time [s] from the visited tiles, which takes longer to
+    compute."""
     run, device = launches(plain), plain.gpu
     on_sms = least_seconds(device, step_clocks(plain), float(run.steps), masked=run.masked)
     return launch + max(on_sms, l2_seconds(device, traffic(plain)))
@@ -242,7 +245,7 @@ def _with_splits(tiled: Tiled) -> Tiled:
 @one_at_a_time
 def estimate(tiled: Tiled) -> CostEstimate:
     """Predict the cost of a config, legal or not. A kernel that joins splits is predicted for the
-    model's splits where the task has none."""
+    task's splits, or else for the model's."""
     if not isinstance(tiled.device, GpuSpec):
         return on_cpu.estimate(tiled)
     tiled = _with_splits(tiled)
@@ -252,7 +255,7 @@ def estimate(tiled: Tiled) -> CostEstimate:
 
 @one_at_a_time
 def candidate_of(tiled: Tiled) -> Candidate:
-    """Return a config as `propose` would, wherever it ranks."""
+    """Return a config as a candidate of `propose`, whatever its rank."""
     if not isinstance(tiled.device, GpuSpec):
         return on_cpu.candidate_of(tiled)
     tiled = _with_splits(tiled)
@@ -262,11 +265,11 @@ def candidate_of(tiled: Tiled) -> Candidate:
 
 @one_at_a_time
 def time_as_compiled(tiled: Tiled, built: Resources, *, stages: int | None = None) -> Time:
-    """Predict the time of a config with the resources that the compiler reports, and with the
-    instructions of a step where its machine code was read.
+    """Predict the time of a config from the resources that the compiler reports, and from the
+    instructions of a step if its machine code was read.
 
-    The code may have been compiled with another number of stages, `stages`: then shared memory,
-    which alone depends on it, is as predicted.
+    The code may have been compiled with another number of `stages`. Then shared memory, which alone
+    depends on stages, is predicted.
     """
     tiled = _with_splits(tiled)
     needs = footprint(tiled)
@@ -278,7 +281,8 @@ def time_as_compiled(tiled: Tiled, built: Resources, *, stages: int | None = Non
 
 
 def search_space(task: KernelTask) -> list[TileConfig]:
-    """Return the configs that a tuner may try: all that fit, and all that may fit once compiled."""
+    """Return the configs that a tuner may try: all that are predicted to fit, and all that may fit
+    once compiled."""
     if not isinstance(task.device, GpuSpec):
         return on_cpu.tuned_space(task)
     needs = {config: footprint(Tiled(task, config)) for config in legal_configs(task)}
@@ -295,7 +299,7 @@ def ranked_space(
     """Return the configs that a tuner tries, in the model's order, and the model's candidates among
     them.
 
-    `space` defaults to all that fits, and to the model's proposals where nothing fits well.
+    `space` defaults to all configs that fit, or to the model's proposals if nothing fits well.
     """
     if not isinstance(task.device, GpuSpec):
         proposed = on_cpu.candidates(task, space or on_cpu.tuned_space(task))

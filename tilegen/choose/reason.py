@@ -30,7 +30,7 @@ def reason_of(tiled: Tiled, cost: CostEstimate) -> str:
     if cost.limit == "tensor" and not on_tensor_cores(tiled.problem.dtype, gpu.arch):
         waits_for = "fp32 multiply-adds"
     spills = f"; may spill {needs.spill_bytes} bytes a thread" if needs.spill_bytes else ""
-    # The bound is 0 where a kernel only hands intermediates on and the mask keeps no pair.
+    # The bound is 0 for kernels that only pass intermediates on, if the mask keeps no pair.
     bound = (
         f", {moved / least:.1f} times the lower bound" if (least := cost.lower_bound_bytes) else ""
     )

@@ -1,5 +1,4 @@
-"""Configs that are known without the model: agreements of all ranks, records, and tuning in a
-call."""
+"""Configs known without the model: agreements of all ranks, records, and tuning in a call."""
 
 from __future__ import annotations
 
@@ -23,15 +22,15 @@ if TYPE_CHECKING:
     from tilegen.store import Found
 
 TUNE_SECONDS, TUNE_SECONDS_ON_CPU = 30.0, 20.0
-"""Seconds per kernel, where TILEGEN_TUNE=1 lets a call tune."""
+"""Time budget per kernel, if TILEGEN_TUNE=1 makes a call tune [s]."""
 
 
 _agreed: dict[tuple[str, Kernel, str], TileConfig] = {}
-"""Configs that all ranks of a job agreed on; they go before all records."""
+"""Configs that all ranks of a job agreed on; they have priority over records."""
 
 
 def remember(device: Device, kernel: Kernel, bucket: str, config: TileConfig) -> None:
-    """Keep the config that all ranks agreed on for a kernel of a problem's bucket."""
+    """Remember the config that all ranks agreed on for a kernel of a problem's bucket."""
     _agreed[device.name, kernel, bucket] = config
 
 
@@ -39,7 +38,7 @@ class Records:
     """Agreements, records and tuning for one problem on one device; each record is read once.
 
     With `deterministic` (default: TILEGEN_DETERMINISTIC) nothing is tuned, and a shared location
-    that does not answer raises Unreachable, so that the same records give the same choices.
+    that does not answer raises Unreachable. Equal records then give equal choices.
     """
 
     def __init__(
@@ -47,11 +46,11 @@ class Records:
     ) -> None:
         self.problem, self.device = problem.normal(), device
         self.deterministic = settings().deterministic if deterministic is None else deterministic
-        """Whether nothing is tuned, so that the same records give the same choices."""
+        """True if nothing is tuned, so that equal records give equal choices."""
         self._own: dict[Kernel, Found | None] = {}
 
     def agreed(self, kernel: Kernel) -> TileConfig | None:
-        """Return the config that all ranks agreed on, None if there is none."""
+        """Return the config that all ranks agreed on; None if there is none."""
         return _agreed.get((self.device.name, kernel, self.problem.bucket.key)) if _agreed else None
 
     def task(self, kernel: Kernel) -> KernelTask:
@@ -69,13 +68,13 @@ class Records:
         return self._look(kernel, borrow="only")
 
     def seconds(self, kernel: Kernel) -> float | None:
-        """Return the measured time on this GPU model, None where there is none."""
+        """Return the measured time on this GPU model [s]; None if there is none."""
         entry = self.own(kernel)
         median = entry and entry.record.measurement.median_us
         return None if median is None else 1e-6 * median
 
     def tuned(self, kernel: Kernel) -> TileConfig | None:
-        """Tune a kernel now; None without TILEGEN_TUNE=1, or where tuning fails."""
+        """Tune a kernel now; None without TILEGEN_TUNE=1, or if tuning fails."""
         if self.deterministic or not settings().tune:
             return None
         task, seconds = self.task(kernel), TUNE_SECONDS
@@ -94,8 +93,8 @@ class Records:
             return tune_once(task, seconds=seconds, known=known).config
         except DeviceLost:
             raise
-        except TilegenError as error:  # a call that cannot be tuned for can still be computed
-            say_once(f"not tuned, taking the best known: {error}")
+        except TilegenError as error:  # a call is computed even if it cannot be tuned
+            say_once(f"tuning failed, using the best known config: {error}")
             return None
 
     def _look(self, kernel: Kernel, *, borrow: bool | Literal["only"]) -> Found | None:

@@ -12,12 +12,12 @@ from tilegen.masks.grouping import heads_of_tiles
 from tilegen.task import KernelTask
 
 MOST_LEFT = 2**28
-"""Room for partial results beside a serving engine's cache [bytes]: a guess."""
+"""Memory for partial results beside a serving engine's cache [bytes]: a guess."""
 
 
 def legal_configs(task: KernelTask, *, describable: bool = True) -> list[TileConfig]:
-    """Return the configs of `all_configs`, and the same with tensor descriptors where these are
-    allowed."""
+    """Return the configs of `all_configs`, and the same configs with tensor descriptors if these
+    are allowed."""
     plain, problem = all_configs(task), task.problem
     aligned = describable and rows_are_aligned(problem)
     if why_not_described(task.spec, problem.dtype, aligned=aligned, arch=task.device.arch):
@@ -26,7 +26,7 @@ def legal_configs(task: KernelTask, *, describable: bool = True) -> list[TileCon
 
 
 def all_configs(task: KernelTask) -> list[TileConfig]:
-    """Return every tile shape that is not larger than the problem, in a fixed order, loaded by
+    """Return all tile shapes that are not larger than the problem, in a fixed order, loaded by
     addresses."""
     problem, splits = task.problem, _splits(task)
     return [
@@ -41,9 +41,9 @@ def all_configs(task: KernelTask) -> list[TileConfig]:
 def _splits(task: KernelTask) -> tuple[int, ...]:
     """Return the rows that a split, or a share, may have; 0 for kernels without them.
 
-    Splits over which requests divide their keys leave MOST_LEFT bytes of partial results at most,
-    or are the largest. Where only splits larger than those of other kernels do, the smallest of
-    them is taken: queries are many there, and so are programs.
+    Splits of divided requests leave at most MOST_LEFT bytes of partial results, or are the largest.
+    If only splits larger than those of other kernels stay below that, the smallest of them is used:
+    there are many queries then, and so many programs.
     """
     spec, problem = task.spec, task.problem
     passing = task.lengths[0 if spec.shares else 1]
@@ -61,7 +61,7 @@ def _splits(task: KernelTask) -> tuple[int, ...]:
 def _configs(
     task: KernelTask, max_rows: int, max_columns: int, splits: tuple[int, ...], heads: int
 ) -> tuple[TileConfig, ...]:
-    """Return the configs of tiles with at most so many rows and columns, shared by lengths."""
+    """Return the configs of tiles with at most `max_rows` and `max_columns`; lengths share them."""
     key = "search space", task.kernel, max_rows, max_columns, splits, heads
     knobs = task.spec.knobs
     return task.lengthless.memo.once(key, lambda: _of(knobs, max_rows, max_columns, splits, heads))
@@ -70,7 +70,7 @@ def _configs(
 def _of(
     knobs: Knobs, max_rows: int, max_columns: int, splits: tuple[int, ...], heads: int
 ) -> tuple[TileConfig, ...]:
-    # A tile larger than the problem is better than none.
+    # If every tile is larger than the problem, the smallest is used.
     least = max(knobs.block_m[0], heads)
     rows = [block for block in knobs.block_m if least <= block <= max(max_rows, least)]
     columns = [block for block in knobs.block_n if block <= max(max_columns, knobs.block_n[0])]
@@ -94,5 +94,5 @@ def _of(
 
 
 def _rounded(length: int) -> int:
-    """Return the largest block that a length can use; the same for all long ones."""
+    """Return the largest block that a length can use; all long lengths share one result."""
     return min(max(BLOCK_SIZES[0], 1 << (length - 1).bit_length()), BLOCK_SIZES[-1])
