@@ -183,7 +183,7 @@ def test_traps_are_not_chosen() -> None:
         ranked,
         lambda tiled: compile_for(render(problem, tiled.config, "fwd"), "sm_100").resources,
     )
-    assert "made a trap" in objection(chosen.tried[trap], b200)
+    assert "into a trap" in objection(chosen.tried[trap], b200)
     assert chosen.config == good
 
 

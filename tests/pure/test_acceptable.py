@@ -45,9 +45,9 @@ def test_a_binary_may_spill_a_little() -> None:
 
 
 def test_a_trap_is_no_kernel() -> None:
-    """ptxas makes one of what asks for more tensor memory than there is, with 4 registers."""
+    """ptxas makes a trap of a kernel that needs more tensor memory than the GPU has."""
     trap, spills = used(registers=4), used(spill_bytes=4000)
-    assert "made a trap" in objection(trap, gpu("b200"))
+    assert "into a trap" in objection(trap, gpu("b200"))
     assert not acceptable(trap, gpu("b200"))
     assert first_that_fits([trap, spills], gpu("b200")) == 1
     with pytest.raises(BuildFailed, match="none did"):

@@ -53,7 +53,7 @@ def test_jagged_tensors_must_have_sequences_side_by_side_and_alike() -> None:
 
 def test_jagged_tensors_take_no_kv_lengths() -> None:
     q = jagged()
-    with pytest.raises(InvalidProblem, match="lengths of their own"):
+    with pytest.raises(InvalidProblem, match="their own lengths"):
         tilegen.attention(q, q, q, kv_lengths=torch.tensor([3, 3, 1]))
 
 

@@ -99,8 +99,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "a power of two of at most 256 keys, got 24",
     ),
     "no heads": ({"q": torch.randn(3, 0, 2, 32)}, r"q must not be empty, got .* \(3, 0, 2"),
-    "heads": ({"v_pages": torch.randn(20, 16, 4, 24)}, "must hold as many keys and heads"),
-    "width": ({"k_pages": torch.randn(20, 16, 2, 40)}, "keys of q's head dim"),
+    "heads": ({"v_pages": torch.randn(20, 16, 4, 24)}, "must have equal keys and heads"),
+    "width": ({"k_pages": torch.randn(20, 16, 2, 40)}, "k_pages q's head dim"),
     "rows": ({"block_table": torch.zeros(2, 5).long()}, "block_table must have 3 rows"),
     "requests": ({"q": torch.randn(2, 4, 2, 32)}, "q must have 3 requests, got 2"),
     "floats": ({"kv_lengths": torch.rand(3)}, "must be integers, got torch.float32"),
@@ -151,12 +151,12 @@ def test_what_does_not_fit_together_is_refused(name: str) -> None:
 
 def test_gradients_are_refused() -> None:
     given = call(q=torch.randn(3, 4, 2, 32, requires_grad=True))
-    with pytest.raises(Unsupported, match="no gradients reach what lies in pages"):
+    with pytest.raises(Unsupported, match="attention over pages has no backward"):
         tilegen.attention_paged(**given)
     with torch.no_grad():
         tilegen.attention_paged(**given)
     trained = tilegen.sinks(torch.zeros(4, requires_grad=True))
-    with pytest.raises(Unsupported, match="no gradients reach what lies in pages"):
+    with pytest.raises(Unsupported, match="attention over pages has no backward"):
         tilegen.attention_paged(**call(), score=trained)
 
 

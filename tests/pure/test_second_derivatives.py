@@ -65,7 +65,7 @@ def test_tangents_over_pages_are_refused() -> None:
             (forward_ad.make_dual(q, torch.ones_like(q)), pages, pages),
             (q, pages, forward_ad.make_dual(pages, torch.ones_like(pages))),
         ):
-            with pytest.raises(Unsupported, match="no derivatives in forward mode"):
+            with pytest.raises(Unsupported, match="no forward-mode derivatives"):
                 tilegen.attention_paged(*given, *tables)
 
 
@@ -73,5 +73,5 @@ def test_a_watched_call_refuses_second_derivatives_where_they_are_pulled() -> No
     q, k, v = inputs()
     first = torch.func.grad(lambda q: ours(q, k, v)[0].sum())
     torch.testing.assert_close(first(q), torch.autograd.grad(plain(q, k, v)[0].sum(), q)[0])
-    with pytest.raises(RuntimeError, match="differentiate twice"):
+    with pytest.raises(RuntimeError, match="first derivatives only"):
         torch.func.grad(lambda q: first(q).square().sum())(q)

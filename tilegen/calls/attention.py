@@ -74,7 +74,7 @@ def attention(
     """
     if getattr(q, "is_nested", False):
         if kv_lengths is not None:
-            raise InvalidProblem("jagged tensors have lengths of their own: expected no kv_lengths")
+            raise InvalidProblem("jagged tensors have their own lengths; leave kv_lengths out")
         return attention_jagged(
             *(q, k, v),
             mask=mask,

@@ -67,7 +67,7 @@ def refuse_jit() -> None:
     call."""
     if _is_traced_by_jit():
         raise Unsupported(
-            "torch.jit.trace would keep this call's lengths and kernels for all others; use "
+            "torch.jit.trace would fix this call's lengths and kernels for all calls; use "
             "torch.export or torch.compile, which take the call as an operator"
         )
 

@@ -44,7 +44,7 @@ def agree(
     ]
     buckets = list(dict.fromkeys(problem.bucket for problem in parsed))
     spec = current_gpu()
-    _require_alike([__version__, repr(spec), *(bucket.key for bucket in buckets)], group)
+    _require_equal([__version__, repr(spec), *(bucket.key for bucket in buckets)], group)
     choices = _broadcast(_choices(buckets, spec) if dist.get_rank(group) == 0 else "", group)
     values = json.loads(choices)
     if isinstance(values, str):
@@ -84,7 +84,7 @@ def _choices(buckets: Sequence[AttentionProblem], spec: GpuSpec) -> str:
         return json.dumps(str(error))
 
 
-def _require_alike(facts: list[str], group: Any) -> None:
+def _require_equal(facts: list[str], group: Any) -> None:
     """Raise Unsupported on all ranks if the facts are not the same on all of them."""
     import torch.distributed as dist
 
@@ -95,8 +95,8 @@ def _require_alike(facts: list[str], group: Any) -> None:
     if int(least) != int(most):
         raise Unsupported(
             "expected one tilegen version, GPU model and list of problems on all ranks, found "
-            f"several; here it is tilegen {facts[0]}, {facts[1][:200]}, {len(facts) - 2} problems; "
-            "call agree once per group of ranks that are alike"
+            f"several; this rank: tilegen {facts[0]}, {facts[1][:200]}, {len(facts) - 2} problems; "
+            "call agree once per group of equal ranks"
         )
 
 

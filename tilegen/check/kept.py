@@ -9,12 +9,12 @@ import torch
 
 
 def scores(q: torch.Tensor, k: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-    """Compute q k^T differentiably, 0 where a pair is dropped."""
+    """Compute q k^T differentiably, 0 if a pair is dropped."""
     return cast("torch.Tensor", _Scores.apply(q, k, keep))
 
 
 def weighed(weights: torch.Tensor, rows: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-    """Compute weights @ rows differentiably; `weights` are 0 where a pair is dropped."""
+    """Compute weights @ rows differentiably; `weights` are 0 if a pair is dropped."""
     return cast("torch.Tensor", _Weighed.apply(weights, rows, keep))
 
 

@@ -125,7 +125,7 @@ def _mask_mod(mask: Mask, shape: Shape, device: str) -> Callable[..., Tensor]:
     graph = make_fx(kept)(*torch.zeros((4, 1), dtype=torch.int64, device=device))
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        found: Tensor = graph(b, h, q, k)
-        return found
+        kept_pairs: Tensor = graph(b, h, q, k)
+        return kept_pairs
 
     return mask_mod

@@ -124,7 +124,7 @@ def check(
 
 
 def judge_all(
-    found: Mapping[str, torch.Tensor],
+    outputs: Mapping[str, torch.Tensor],
     inputs: Inputs,
     factor: float,
     *,
@@ -149,8 +149,8 @@ def judge_all(
     )
     floors |= {name: floors[f"leaf {i}"] for i, name in enumerate(trained)}
     return tuple(
-        judge(name, found[name], expected[name], [result[name] for result in own], floors[name])
-        for name in found
+        judge(name, outputs[name], expected[name], [result[name] for result in own], floors[name])
+        for name in outputs
     )
 
 
@@ -309,7 +309,7 @@ def _torch_result(
 
 def judge(
     name: str,
-    found: torch.Tensor,
+    actual: torch.Tensor,
     expected: torch.Tensor,
     own: Sequence[torch.Tensor],
     floor: torch.Tensor | float = 0.0,
@@ -321,15 +321,15 @@ def judge(
     summation. A result of PyTorch's that is not finite where the reference is finite is ignored.
     `floor` bounds the rounding error of each element: see `rounding_floors`.
     """
-    if found.shape != expected.shape:
-        raise WrongResult(f"{name} must have shape {expected.shape}, got {found.shape}")
+    if actual.shape != expected.shape:
+        raise WrongResult(f"{name} must have shape {expected.shape}, got {actual.shape}")
     wide, dtype = torch.float64, own[0].dtype
     target, rounded = expected.to(wide), expected.to(dtype)
     distances = [float(_distance(result.to(wide), target).max()) for result in own]
     once = max(filter(math.isfinite, distances), default=0.0)
     once += float(_distance((rounded + 0.3) - 0.3, rounded).max())
     allowed = (torch.as_tensor(floor, dtype=wide).nan_to_num(0.0) + 2 * once).expand_as(target)
-    errors = _distance(found.to(wide), target)
+    errors = _distance(actual.to(wide), target)
     worst = int((errors - allowed.to(errors)).argmax())
     index = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), errors.shape))
     error, limit = float(errors[index]), float(allowed[index])
@@ -339,7 +339,7 @@ def judge(
         error=error,
         allowed=limit,
         index=index,
-        found=float(found[index]),
+        found=float(actual[index]),
         expected=float(expected[index]),
     )
 

@@ -50,7 +50,9 @@ def hindrance(built: Resources, gpu: GpuSpec) -> str:
         sizes = (f"{size / 1024:.4g} KiB" for size in (built.shared_bytes, gpu.smem_per_block))
         return " > ".join(sizes)
     if _is_trap(built, gpu):
-        return "more tensor memory than there is: the assembler made a trap of the kernel"
+        return (
+            "needs more tensor memory than the GPU has: the assembler turned the kernel into a trap"
+        )
     return ""
 
 
@@ -65,8 +67,8 @@ def _waits_for_local_memory(code: StepCode, gpu: GpuSpec) -> str:
     if clocks.local <= MOST_LOCAL * clocks.bound:
         return ""
     return (
-        f"local memory takes {clocks.local:.0f} clocks of a step, at most {MOST_LOCAL:.0%} of its "
-        f"{clocks.bound:.0f} are taken"
+        f"local memory takes {clocks.local:.0f} clocks of a step; the limit is {MOST_LOCAL:.0%} of "
+        f"its {clocks.bound:.0f}"
     )
 
 

@@ -107,7 +107,7 @@ def compile_for(rendered: RenderedKernel, arch: str, *, line_info: bool = True) 
     the same everywhere. Raises BuildFailed or Unsupported.
     """
     if cpu.is_interpreting():
-        raise Unsupported("expected a process without TRITON_INTERPRET=1 to compile in; unset it")
+        raise Unsupported("cannot compile under TRITON_INTERPRET=1; unset it")
     if arch in PROCESSORS:
         return _shared_object(rendered, arch)
     import triton
@@ -126,7 +126,7 @@ def compile_for(rendered: RenderedKernel, arch: str, *, line_info: bool = True) 
                 return super().make_ir(*arguments)
 
     if rendered.config.descriptors and arch not in ARCHITECTURES:
-        raise Unsupported(f"{rendered.function}: {arch} loads nothing through tensor descriptors")
+        raise Unsupported(f"{rendered.function}: {arch} has no tensor descriptors")
     target = _target(arch)
     function = getattr(load(rendered), rendered.function)
     # Specialise pointers as the launcher does, so that it finds this binary in Triton's cache.

@@ -150,7 +150,7 @@ def refuse_gradients(q: Any, k: Any, v: Any, score: Score | None) -> None:
     refuse_tangents(q, k, v)
     if needs_gradients(q, k, v, score):
         raise Unsupported(
-            "no gradients reach what lies in pages: call under torch.no_grad(), or detach"
+            "attention over pages has no backward: call it under torch.no_grad(), or detach"
         )
 
 

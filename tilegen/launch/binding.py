@@ -48,7 +48,7 @@ class BoundKernel:
 
         alone = bool(slots) and len(mask.values) == 1 and not self._reads and self._keep is None
         self.reads_t0_alone = alone and not self._slots[0][2]
-        """Whether the kernel reads exactly one extra tensor: that of the mask, unchanged."""
+        """True if the kernel reads exactly one extra tensor: that of the mask, unchanged."""
         self.reads_nothing = not self._slots and not self._reads and self._keep is None
         self.reads_lists = self._keep is not None
 

@@ -17,8 +17,8 @@ class NoSecondDerivative(Unsupported, RuntimeError):
 def refuse_second() -> NoReturn:
     """Raise NoSecondDerivative."""
     raise NoSecondDerivative(
-        "expected first derivatives of attention alone, whose kernels do not differentiate twice; "
-        "take torch.nn.functional.scaled_dot_product_attention where a second one is needed"
+        "attention has first derivatives only; for second derivatives call "
+        "torch.nn.functional.scaled_dot_product_attention"
     )
 
 
@@ -30,6 +30,6 @@ def refuse_tangents(*tensors: Any) -> None:
     for tensor in tensors:
         if isinstance(tensor, torch.Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
             raise Unsupported(
-                "attention has no derivatives in forward mode where its kernels compute; take "
-                "those of reverse mode (torch.autograd.grad), or PyTorch's own attention"
+                "attention has no forward-mode derivatives; use reverse mode "
+                "(torch.autograd.grad), or PyTorch's own attention"
             )

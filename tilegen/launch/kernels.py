@@ -46,12 +46,11 @@ class Pass:
     run: Callable[..., Any]
     """The function that launches the kernels in order: `run` of their family."""
     is_plain: bool
-    """Whether mask, score and dropout add no arguments."""
+    """True if mask, score and dropout add no arguments."""
     reads_lists: bool
-    """Whether some kernels take lists of tiles."""
+    """True if some kernels take lists of tiles."""
     converts_integers: bool
-    """Whether lengths, tables and starts are made int32 and contiguous before kernels read
-    them."""
+    """True if lengths, tables and starts are made int32 and contiguous before kernels read them."""
     library: Library | None = None
     """A library that computes the pass for every call whose result it can give."""
 

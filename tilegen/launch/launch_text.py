@@ -33,7 +33,7 @@ class LaunchText:
     `launch` has one more parameter: `laid`, the shapes, then the strides, in which the kernel sees
     the caller's tensors. A call that knows them need not make views of its tensors.
 
-    The text reads these names of its module: `its`, the launcher, `torch`, `empty_on_cpu`,
+    The text reads these names of its module: `launcher`, `torch`, `empty_on_cpu`,
     `empty_on_gpu`, `LOG2_E`, `LEAST_SCALE`, `Described` and `Unfamiliar`.
     """
 
@@ -47,7 +47,7 @@ class LaunchText:
     """Number of elements in a unit of strides."""
     config: TileConfig
     takes_tensors: bool
-    """Whether the kernel takes tensors instead of their addresses."""
+    """True if the kernel takes tensors instead of their addresses."""
 
     def __str__(self) -> str:
         return f"{self._arranged()}\n\n{self._launch()}"
@@ -77,7 +77,7 @@ class LaunchText:
                 for name, group in self._groups
                 if name
             ),
-            f"return {', '.join(self._told)}",
+            f"return {', '.join(self._arranged_names)}",
         ]
         return "\n    ".join([f"def arranged({', '.join(self._facts)}):", *body]) + "\n"
 
@@ -85,16 +85,16 @@ class LaunchText:
         extras_as_keywords = "".join(f", {name}" for name in self.extras)
         tells = self.spec.tells
         results = [*self.spec.made, *([str(getattr(self.config, tells))] if tells else [])]
-        extras = (f"{name}={name}" for name in self.extras)
+        emitted = [*self.spec.given, "laid=laid", *(f"{name}={name}" for name in self.extras)]
         body = [
             f"device = {self.spec.given[0]}.device",
             f"empty = empty_on_gpu if {self.spec.given[0]}.is_cuda else empty_on_cpu",
             f"facts = {', '.join(self._facts.values())},",
-            "known, told = its.arranged",  # at once, since other threads may call too
+            "known, values = launcher.arranged",  # one assignment: other threads may call too
             "if known != facts:",
-            "    told = arranged(*facts)",
-            "    its.arranged = facts, told",
-            f"{', '.join(self._told)} = told",
+            "    values = arranged(*facts)",
+            "    launcher.arranged = facts, values",
+            f"{', '.join(self._arranged_names)} = values",
             *(
                 f"{name} = empty({name}_shape, {name}_stride, {self._dtype(name)})"
                 for name in self.spec.made
@@ -105,12 +105,12 @@ class LaunchText:
                 for name in self._described
             ),
             f"unusual = {self._unusual()}",
-            "run = None if unusual else its.run",
+            "run = None if unusual else launcher.run",
             "if run is None:",
             "    try:",
-            f"        run = its.prepare(grid, [{self._all(self._shown)}], unusual)",
+            f"        run = launcher.prepare(grid, [{self._all(self._shown)}], unusual)",
             "    except Unfamiliar:",
-            f"        return its.emitted({', '.join([*self.spec.given, 'laid=laid', *extras])})",
+            f"        return launcher.emitted({', '.join(emitted)})",
             f"run(grid, [{self._all(self._shown if self.takes_tensors else self._value)}], device)",
             *([f"return {', '.join(results)}"] if results else []),
         ]
@@ -146,7 +146,7 @@ class LaunchText:
         )
 
     @property
-    def _told(self) -> list[str]:
+    def _arranged_names(self) -> list[str]:
         """The results of `arranged`."""
         made = (f"{name}_{what}" for name in self.spec.made for what in ("shape", "stride"))
         tiled = (f"{name}_tiled" for name in self._described)
@@ -225,11 +225,11 @@ class LaunchText:
         )
         lines = [
             f"strides = {self._or(0, 1, 2)}",
-            f"if {' or '.join(doubts)}: its.check_strides({rows})",
+            f"if {' or '.join(doubts)}: launcher.check_strides({rows})",
         ]
         if self._described:
             strides = (f"{name}_s{axis}" for name in self._described for axis in range(3))
-            lines.append(f"if not ({' and '.join(strides)}): its.refuse_expanded({described})")
+            lines.append(f"if not ({' and '.join(strides)}): launcher.refuse_expanded({described})")
         return lines
 
     def _idle_stride(self, name: str) -> int:
@@ -344,5 +344,5 @@ class LaunchText:
         name = argument.of
         if argument.taken == "descriptor":
             rows = self.config.block_n if name in COLUMN_TENSORS else self.config.block_m
-            return f"its.described({name}, {name}_desc, {rows}, {argument.axis})"
+            return f"launcher.described({name}, {name}_desc, {rows}, {argument.axis})"
         return name if argument.taken == "address" else self._value(argument)

@@ -1,7 +1,7 @@
 """Launch a kernel: allocate results, and derive every argument from its name.
 
 One launcher serves kernels that Triton compiles here and binaries of bundles; they differ in the
-`Function` that takes the arguments. tilegen/bundles/README.md has the same table of names, for
+`Function` that takes the arguments. tilegen/bundles/format.md has the same table of names, for
 programs in other languages.
 """
 
@@ -33,7 +33,7 @@ class Function(Protocol):
 
     @property
     def takes_tensors(self) -> bool:
-        """Whether it takes tensors and Triton's descriptors instead of addresses."""
+        """True if it takes tensors and Triton's descriptors instead of addresses."""
         ...
 
     def prepare(self, grid: int, arguments: Sequence[Any]) -> Run:
@@ -129,7 +129,7 @@ class Launcher:
         )
         self.text, self._viewed = str(text), [spec.given.index(name) for name in text.viewed]
         module: dict[str, Any] = {
-            **dict(its=self, torch=torch, Unfamiliar=Unfamiliar, Described=Described),
+            **dict(launcher=self, torch=torch, Unfamiliar=Unfamiliar, Described=Described),
             "empty_on_cpu": allocator(is_cuda=False),
             "empty_on_gpu": allocator(is_cuda=True),
             "LOG2_E": math.log2(math.e),
@@ -153,8 +153,8 @@ class Launcher:
         return run
 
     def emitted(self, *given: Any, laid: tuple[Any, ...] | None, **extras: Any) -> Any:
-        """Launch by the emitted `launch`, with views as `laid` tells. Raises Unsupported if there
-        is none."""
+        """Launch by the emitted `launch`, with the views that `laid` describes. Raises Unsupported
+        if there is no such function."""
         if self._emitted is None:
             raise Unsupported(f"{self._launched.where} cannot be launched here")
         seen = [*given]
@@ -164,18 +164,18 @@ class Launcher:
                 seen[i] = given[i].as_strided(shape, stride)
         return self._emitted(*seen, **extras)
 
-    def described(self, tensor: torch.Tensor, one: Described, rows: int, columns: int) -> Any:
+    def described(self, tensor: torch.Tensor, tiles: Described, rows: int, columns: int) -> Any:
         """Return a descriptor of tiles in the form that Triton compiles for."""
         from triton.tools.tensor_descriptor import TensorDescriptor
 
-        return TensorDescriptor(tensor, [*one.shape], [*one.strides], [1, 1, rows, columns])
+        return TensorDescriptor(tensor, [*tiles.shape], [*tiles.strides], [1, 1, rows, columns])
 
     def refuse_expanded(self, *laid: Laid) -> None:
         """Raise Unsupported for strides of 0, which descriptors cannot hold."""
         strides = " and ".join(str(stride) for _, stride in laid)
         raise Unsupported(
-            f"expected no expanded dimension of what {self._launched.where} loads through "
-            f"descriptors, got strides {strides}"
+            f"{self._launched.where} uses tensor descriptors, which cannot read expanded "
+            f"(stride-0) dimensions, got strides {strides}; pass contiguous tensors"
         )
 
     def check_strides(self, *laid: Laid) -> None:
@@ -202,7 +202,7 @@ def _argument(name: str, launched: Launched) -> Argument:
             argument = Argument(name, "i32", "q", "size")
     if argument is None:
         raise Unsupported(
-            f"{launched.where} takes {name!r}, which a {launched.kernel} of this tilegen does not; "
+            f"unknown argument {name!r} of {launched.where}, a {launched.kernel}; "
             "generate the bundle again"
         )
     return argument

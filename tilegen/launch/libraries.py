@@ -105,12 +105,12 @@ OPERATORS: dict[Backend, Operators] = {
 }
 
 _inside = threading.local()
-"""Whether this thread is inside a library's operator. `tilegen.activate` may have overridden that
+"""True if this thread is inside a library's operator. `tilegen.activate` may have overridden that
 operator, which must not come back here."""
 
 
 class Library:
-    """A library that computes a pass. Methods return None where a call means something else to the
+    """A library that computes a pass. Methods return None if a call means something else to the
     library, or after the library has raised an error: then tilegen's kernels compute."""
 
     def __init__(self, backend: Backend, *, causal: bool) -> None:
@@ -166,7 +166,7 @@ class Library:
             raise
         except (RuntimeError, TypeError) as error:  # unsupported length or layout, another schema
             self._refused = True
-            say_once(f"tilegen computes what {self.backend} refused: {one_line(error)}")
+            say_once(f"{self.backend} failed; using tilegen's kernels: {one_line(error)}")
             return None
         finally:
             _inside.active = False

@@ -31,9 +31,9 @@ class StepCode:
     """Instructions issued while no matrix product of the warp is in flight."""
     exposed_exponentials: int
     asynchronous: bool
-    """True: a warp continues while its matrix products run, so `exposed` counts."""
+    """True if a warp continues while its matrix products run, so `exposed` counts."""
     serialized: bool
-    """True: each matrix instruction is waited for before the next is issued."""
+    """True if each matrix instruction is waited for before the next is issued."""
     partial_instructions: int = 0
     """Instructions of a step on a partial tile; 0 if there is no separate loop."""
     local_once: int = 0

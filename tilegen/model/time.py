@@ -55,7 +55,7 @@ class StepClocks:
     exposed: float
     """Part of issue or exponentials, whichever is longer, that matrix products do not hide."""
     asynchronous: bool
-    """True: a warp continues while its matrix products run, which read their operands
+    """True if a warp continues while its matrix products run, which read their operands
     themselves."""
     local: float = 0.0
     """Loads and stores of local memory, which nothing hides."""

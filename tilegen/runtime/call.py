@@ -37,7 +37,7 @@ MAX_PROGRAMS = 2**31 - 1  # CUDA's limit on a one-dimensional grid
 MAX_SCALE = torch.finfo(torch.float32).max / math.log2(math.e)
 """Largest scale that fp32 still holds after kernels have multiplied it by log2(e)."""
 ScoreFunction = Callable[..., Any]
-"""A function of (score, b, h, q_idx, kv_idx), as FlexAttention's score_mod is."""
+"""A function of (score, b, h, q_idx, kv_idx), like FlexAttention's score_mod."""
 
 
 def score_of(score: Score | ScoreFunction | None) -> Score | None:
@@ -76,17 +76,17 @@ def facts_of(q: Any, k: Any, v: Any, changes: Changes) -> tuple[Any, ...]:
         names = ", ".join(_kind(x) for x in (q, k, v))
         raise InvalidProblem(f"q, k and v must be dense torch tensors, got {names}") from None
     cast = torch.is_autocast_enabled(where) and torch.get_autocast_dtype(where)
-    asked = kind, form, cast, changes.dropout is None, padding, pages
-    return shapes, strides, dtypes, devices, offset, k_at == v_at, asked
+    options = kind, form, cast, changes.dropout is None, padding, pages
+    return shapes, strides, dtypes, devices, offset, k_at == v_at, options
 
 
 def call_key(facts: tuple[Any, ...]) -> Any:
     """Return the plan-cache key of a call from its facts. Lengths enter as power-of-two buckets.
     Strides and addresses enter only as far as kernels depend on them."""
-    shapes, strides, dtypes, devices, offset, is_shared, asked = facts
+    shapes, strides, dtypes, devices, offset, is_shared, options = facts
     q_shape, k_shape, v_shape = shapes
     if not len(q_shape) == len(k_shape) == len(v_shape) == 4:
-        return facts  # not a usual call: no two calls share a plan
+        return facts  # not a usual call: never shares a plan
     batch, heads, rows, width = q_shape
     k_batch, heads_kv, columns, k_width = k_shape
     v_batch, v_heads, v_columns, v_width = v_shape
@@ -114,12 +114,12 @@ def call_key(facts: tuple[Any, ...]) -> Any:
     sizes = batch, heads, heads_kv, width, v_width
     lengths = (rows - 1).bit_length(), (columns - 1).bit_length()
     in_keys = is_shared and strides[1] == strides[2]
-    return sizes, lengths, unit, offset, expanded, in_keys, dtypes[0], devices[0], asked
+    return sizes, lengths, unit, offset, expanded, in_keys, dtypes[0], devices[0], options
 
 
 def form_of(changes: Changes) -> ScoreForm | None:
-    """Return the part of a score that kernels are specialised on. Where gradients are off, no
-    tensor of the score is trained."""
+    """Return the part of a score that kernels are specialised on. If gradients are off, no tensor
+    of the score is trained."""
     if changes.score is None:
         return None
     form = changes.score.form
@@ -221,7 +221,7 @@ def dropout_of(dropout_p: float, q: Any) -> Dropout | None:
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """Return the dtype of torch.autocast on a device; None where autocast is off."""
+    """Return the dtype of torch.autocast on a device; None if autocast is off."""
     kind = device.type
     if (kind == "cpu" or kind == "cuda") and torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)

@@ -98,11 +98,11 @@ class Plan:
     run: Run
     default_scale: float
     rewrites: bool = False
-    """Whether `run` rewrites the call into another call, which has a plan too."""
+    """True if `run` rewrites the call into another call, which has a plan too."""
     kernels: Kernels | None = None
     """The kernels, if `run` launches them on the call's tensors; None if it copies or rewrites."""
     checks_fit: bool = False
-    """Whether each call must check that the mask and the score fit its sizes."""
+    """True if each call must check that the mask and the score fit its sizes."""
     shape: Shape | None = None
     """The sizes of a call over pages."""
 
@@ -110,7 +110,7 @@ class Plan:
 def _rewritten(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Changes
 ) -> tuple[Run, float] | None:
-    """Return a function that rewrites a call that kernels cannot run as it is, and the default
+    """Return a function that rewrites a call that kernels cannot run unchanged, and the default
     scale. Returns None if no rewrite is needed."""
     default = q.shape[-1] ** -0.5 if q.ndim and q.shape[-1] else 1.0
     if (dtype := autocast_dtype(q.device)) is not None:
@@ -227,8 +227,8 @@ def _without_gradients(
     scale: float,
     changes: Changes,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute (out, lse) by a bundle that has no backward. Where no backward can be compiled,
-    PyTorch computes what needs one."""
+    """Compute (out, lse) by a bundle that has no backward. Calls that need gradients run in PyTorch
+    if no backward can be compiled."""
     trains = autograd.needs_gradients(q, k, v, changes.score)
     by_torch = trains and computes_by_torch(q.device)
     return (torch_run if by_torch else run)(q, k, v, scale, changes)

@@ -36,10 +36,10 @@ class Form:
     shape: Shape
     """Requests, query heads, and the most queries and keys of a request."""
     is_aligned: bool
-    """Whether addresses, strides and rows of q, the pages and the result are multiples of 16
+    """True if addresses, strides and rows of q, the pages and the result are multiples of 16
     bytes."""
     latent: bool
-    """Whether values are the first columns of the keys: see `values_in_keys`."""
+    """True if values are the first columns of the keys: see `values_in_keys`."""
     integers: tuple[torch.dtype, ...]
     """The dtypes of the block table, the lengths and the starts of queries, as kernels read
     them."""
@@ -47,9 +47,9 @@ class Form:
     """The start of each request's queries, unless the caller passes `q_starts`."""
     copies_q: bool
     converts: bool
-    """Whether kernels cannot read the caller's tables and lengths as they are."""
+    """True if kernels cannot read the caller's tables and lengths as they are."""
     writes_out: bool
-    """Whether kernels can write the caller's tensor for the result."""
+    """True if kernels can write the caller's tensor for the result."""
 
     @classmethod
     def of(cls, q: Any, k: Any, v: Any, pages: Pages) -> Form:
@@ -86,7 +86,7 @@ class Form:
     def seen(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return q, k and v as kernels see them."""
+        """Return q, k and v in the form that kernels read."""
         q = rows_of(q) if self.copies_q else q
         of_q, of_k, of_v = zip(self.views.inputs[:3], self.views.inputs[3:], strict=True)
         return q.as_strided(*of_q), k.as_strided(*of_k), v.as_strided(*of_v)
@@ -184,7 +184,7 @@ def by_request(
 
 def rows_of(q: torch.Tensor) -> torch.Tensor:
     """Return the queries of all requests one after the other, (1, heads, queries, head dim): a view
-    if the heads of a row lie together in memory."""
+    if the heads of a row are adjacent in memory."""
     if q.dim() == 4:
         q = q.transpose(1, 2).reshape(-1, q.shape[1], q.shape[3])
     rows = q.transpose(0, 1).unsqueeze(0)
@@ -236,7 +236,7 @@ def _view_of_result(pages: Pages, q: torch.Tensor, v: torch.Tensor) -> torch.Ten
     view = out if is_packed else out.transpose(1, 2)
     try:
         view = view.view(1, rows, heads, dim).transpose(1, 2)
-    except RuntimeError:  # the heads of a row do not lie together in memory
+    except RuntimeError:  # the heads of a row are not adjacent in memory
         return None
     return view if addressable(view) else None
 
@@ -300,7 +300,7 @@ def checked_pages(q: Any, k: Any, v: Any, pages: Pages) -> tuple[torch.Tensor, t
     requests = lengths.shape[0]
     if k.shape[:3] != v.shape[:3] or k.shape[3] != q.shape[-1]:
         raise InvalidProblem(
-            "pages of k and v must hold as many keys and heads, and keys of q's head dim, got "
+            "k_pages and v_pages must have equal keys and heads, and k_pages q's head dim, got "
             f"{tuple(k.shape)} and {tuple(v.shape)} as (pages, heads, keys, head dim)"
         )
     if k.shape[2] not in PAGES:

@@ -9,7 +9,7 @@ from tilegen.bounded_cache import BoundedCache
 MAX_PLANS = 4096
 MAX_LOADED = 1024
 
-by_call: BoundedCache[Any, Any] = BoundedCache(MAX_PLANS)  # a server sees ever new lengths
+by_call: BoundedCache[Any, Any] = BoundedCache(MAX_PLANS)  # a server keeps seeing new lengths
 """Plans of calls, by plan-cache key."""
 by_problem: BoundedCache[Any, Any] = BoundedCache(MAX_LOADED)
 """Loaded kernels, by problem bucket, device and dtypes of integers."""

@@ -17,7 +17,7 @@ Pages = tuple[torch.Tensor, torch.Tensor]
 """Pages of keys and of values, each (pages, rows, heads, head dim)."""
 TOKEN_AXES = "tokens, heads, dim"
 WRITTEN_AT_ONCE, REQUESTS_AT_ONCE = 4096, 1024
-"""Elements of keys that a program writes, and requests that it searches in a step."""
+"""Elements of keys that a program writes, and requests that it searches per step."""
 
 
 def append(
@@ -30,7 +30,7 @@ def append(
     q_starts: torch.Tensor | None,
     layout: str,
 ) -> None:
-    """Write keys and values as `append_paged` describes. Raises InvalidProblem."""
+    """Write keys and values as described in `append_paged`. Raises InvalidProblem."""
     _check_tokens(k, v, "requests, heads, new, dim" if q_starts is None else TOKEN_AXES)
     check_axes("block_table", block_table, "requests, pages of one")
     check_axes("kv_lengths", kv_lengths, "requests")

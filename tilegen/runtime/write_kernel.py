@@ -1,7 +1,7 @@
 """The kernel that writes keys and values of new tokens into the pages of a cache."""
 
 # pyright: basic
-# Triton takes annotations of arguments for code.
+# Triton uses annotations of arguments as code, not as types.
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def write_tokens(
     v_ptr,
     k_pages_ptr,  # (pages, rows, heads, head dim), as v_pages
     v_pages_ptr,
-    slots_ptr,  # (tokens,), or None; then these, by request:
-    table_ptr,  # (requests, columns), the pages of each
-    lengths_ptr,  # (requests,), the keys of each, with the new ones
-    starts_ptr,  # (requests + 1,), where the tokens of each start
+    slots_ptr,  # (tokens,), or None: then these, by request:
+    table_ptr,  # (requests, columns), the pages of each request
+    lengths_ptr,  # (requests,), the keys of each request, including the new ones
+    starts_ptr,  # (requests + 1,), the start of each request's tokens
     requests,
     table_row,
-    room,  # keys that a request may have
+    room,  # upper bound on the keys of a request
     stride_kt,  # of tokens and heads
     stride_kh,
     stride_vt,
@@ -55,19 +55,19 @@ def write_tokens(
     PAGE: tl.constexpr,  # rows of a page
     K_DIM: tl.constexpr,
     V_DIM: tl.constexpr,
-    K_BLOCK: tl.constexpr,  # powers of two, no less than the head dims
+    K_BLOCK: tl.constexpr,  # powers of two, at least the head dims
     V_BLOCK: tl.constexpr,
-    HEADS: tl.constexpr,  # that a program writes
-    REQUESTS: tl.constexpr,  # that are looked through at once
+    HEADS: tl.constexpr,  # heads that a program writes
+    REQUESTS: tl.constexpr,  # requests that are searched at once
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
     if slots_ptr is None:
-        request = tl.full([], 0, tl.int64)  # as many as end before this token
+        request = tl.full([], 0, tl.int64)  # the number of requests that end before this token
         for first in range(0, requests, REQUESTS):
             each = first + tl.arange(0, REQUESTS)
             ends = tl.load(starts_ptr + 1 + each, mask=each < requests, other=0).to(tl.int64)
             request += tl.sum(((ends <= token) & (each < requests)).to(tl.int64))
-        exists = request < requests  # tokens after the last belong to none, as those before all do
+        exists = request < requests  # tokens before and after all requests are skipped
         exists &= tl.load(starts_ptr + request, mask=exists, other=0).to(tl.int64) <= token
         end = tl.load(starts_ptr + 1 + request, mask=exists, other=0).to(tl.int64)
         length = tl.load(lengths_ptr + request, mask=exists, other=0).to(tl.int64)
@@ -86,7 +86,7 @@ def write_tokens(
         _write(
             k_ptr + token * stride_kt, k_row, stride_kh, stride_kg, heads, num_heads, K_DIM, K_BLOCK
         )
-        tl.debug_barrier()  # values may lie in keys, and are what stays there
+        tl.debug_barrier()  # values may be columns of keys: then their bytes must win
         v_row = v_pages_ptr + page * stride_vp + row * stride_vr
         _write(
             v_ptr + token * stride_vt, v_row, stride_vh, stride_vg, heads, num_heads, V_DIM, V_BLOCK

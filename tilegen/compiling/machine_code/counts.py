@@ -79,12 +79,12 @@ class LoopCode:
 
     @property
     def asynchronous(self) -> bool:
-        """True: a warpgroup goes on while its matrix products run, and waits where it says so."""
-        return any(one.warps == WARPS_OF_GROUP for one in self.products)
+        """True if a warpgroup goes on while its matrix products run, and waits where it says so."""
+        return any(instruction.warps == WARPS_OF_GROUP for instruction in self.products)
 
     @property
     def serialized(self) -> bool:
-        """True: there are as many waits as matrix instructions, so that nothing overlaps."""
+        """True if there are as many waits as matrix instructions, so that nothing overlaps."""
         return self.asynchronous and len(self.waits) >= self.products.total()
 
     @property
@@ -95,66 +95,73 @@ class LoopCode:
     def multiply_adds(self, warps: int) -> int:
         """Return the multiply-adds of a program's matrix instructions."""
         return sum(
-            count * one.multiply_adds * (warps // one.warps if one.warps else 1)
-            for one, count in self.products.items()
+            count
+            * instruction.multiply_adds
+            * (warps // instruction.warps if instruction.warps else 1)
+            for instruction, count in self.products.items()
         )
 
 
 def count(first: int, depth: int, body: Sequence[Instruction]) -> LoopCode:
     """Add up the instructions of one pass through a loop."""
-    units: Counter[Unit] = Counter(unit_of(one.opcode) for one in body)
+    units: Counter[Unit] = Counter(unit_of(instruction.opcode) for instruction in body)
     exposed, waits, timeline = _in_flight(body)
     return LoopCode(
         first=first,
         depth=depth,
         units=units,
         products=Counter(
-            product for i, one in enumerate(body) if (product := _product(body, i, one))
+            product
+            for i, instruction in enumerate(body)
+            if (product := _product(body, i, instruction))
         ),
-        shared_bytes=sum(_shared_bytes(one.opcode) for one in body),
+        shared_bytes=sum(_shared_bytes(instruction.opcode) for instruction in body),
         local_words=sum(
-            _width(one.opcode) // 4 or 1 for one in body if unit_of(one.opcode) == "local"
+            _width(instruction.opcode) // 4 or 1
+            for instruction in body
+            if unit_of(instruction.opcode) == "local"
         ),
-        fp32_slots=units["fp32"] + sum(one.opcode[4:5] == "2" for one in body if _pairs(one)),
+        fp32_slots=units["fp32"]
+        + sum(instruction.opcode[4:5] == "2" for instruction in body if _pairs(instruction)),
         waits=waits,
         exposed=exposed,
         timeline=timeline,
     )
 
 
-def _pairs(one: Instruction) -> bool:
-    return one.opcode.startswith(("FFMA2", "FADD2", "FMUL2"))
+def _pairs(instruction: Instruction) -> bool:
+    return instruction.opcode.startswith(("FFMA2", "FADD2", "FMUL2"))
 
 
-def _product(body: Sequence[Instruction], at: int, one: Instruction) -> Product | None:
+def _product(body: Sequence[Instruction], at: int, instruction: Instruction) -> Product | None:
     """Return the shape of a matrix instruction; None for any other."""
-    if found := re.match(r"[HQI]GMMA\.(?:SP\.)?(\d+)x(\d+)x(\d+)", one.opcode):
-        first = one.operands.split(",")[1].strip()
+    if match := re.match(r"[HQI]GMMA\.(?:SP\.)?(\d+)x(\d+)x(\d+)", instruction.opcode):
+        first = instruction.operands.split(",")[1].strip()
         homes = "SS" if first.startswith("gdesc") else "RS"
-        return Product(int(found[1]), int(found[2]), int(found[3]), homes, WARPS_OF_GROUP)
-    if found := re.match(r"[HQI]MMA\.(\d{4,5})\b", one.opcode):  # 16816: 16 x 8 x 16
-        rows, columns, depth = int(found[1][:2]), int(found[1][2]), int(found[1][3:])
+        return Product(int(match[1]), int(match[2]), int(match[3]), homes, WARPS_OF_GROUP)
+    if match := re.match(r"[HQI]MMA\.(\d{4,5})\b", instruction.opcode):  # 16816: 16 x 8 x 16
+        rows, columns, depth = int(match[1][:2]), int(match[1][2]), int(match[1][3:])
         return Product(rows, columns, depth, "RR", 1)
-    if one.opcode.startswith("UTC") and "MMA" in one.opcode:
+    if instruction.opcode.startswith("UTC") and "MMA" in instruction.opcode:
         rows, columns = _described(body, at)
-        first, second = (name.strip()[0] for name in one.operands.split(",")[:2])
-        depth = 16 if one.opcode.startswith("UTCH") else 32
+        first, second = (name.strip()[0] for name in instruction.operands.split(",")[:2])
+        depth = 16 if instruction.opcode.startswith("UTCH") else 32
         return Product(rows, columns, depth, HOMES.get(first, "?") + HOMES.get(second, "?"), 0)
-    if found := re.match(r"v_mfma_f32_(\d+)x(\d+)x(\d+)_", one.opcode):
-        return Product(int(found[1]), int(found[2]), int(found[3]), "RR", 1)
+    if match := re.match(r"v_mfma_f32_(\d+)x(\d+)x(\d+)_", instruction.opcode):
+        return Product(int(match[1]), int(match[2]), int(match[3]), "RR", 1)
     return None
 
 
 def _described(body: Sequence[Instruction], at: int) -> tuple[int, int]:
-    """Return the rows and columns of a tcgen05 product, from the last constant that its instruction
-    descriptor's register was given: bits 24 to 28 are rows / 16, 17 to 22 columns / 8 (PTX ISA,
+    """Return the rows and columns of a tcgen05 product, from the last constant in the register of
+    its instruction descriptor:  bits 24 to 28 are rows / 16, 17 to 22 columns / 8 (PTX ISA,
     tcgen05.mma, instruction descriptor)."""
     register = re.search(r"idesc\[(UR\d+)\]", body[at].operands)
     if register is None:
         return 0, 0
-    for one in [*reversed(body[:at]), *reversed(body[at:])]:
-        if one.opcode == "UMOV" and one.operands.startswith(f"{register[1]}, 0x"):
-            bits = int(one.operands.split("0x")[1], 16)
+    for instruction in [*reversed(body[:at]), *reversed(body[at:])]:
+        if instruction.opcode == "UMOV" and instruction.operands.startswith(f"{register[1]}, 0x"):
+            bits = int(instruction.operands.split("0x")[1], 16)
             return (bits >> 24 & 31) * 16, (bits >> 17 & 63) * 8
     return 0, 0
 
@@ -164,7 +171,7 @@ def _shared_bytes(opcode: str) -> int:
     if unit_of(opcode) != "shared" or opcode[:1].islower():
         return 0
     if opcode.startswith(("LDSM", "STSM")):  # 8 x 8 matrices of 16 bits
-        return 128 * int(found[1] if (found := re.search(r"M\w*\.(\d)$", opcode)) else 1)
+        return 128 * int(match[1] if (match := re.search(r"M\w*\.(\d)$", opcode)) else 1)
     return LANES * _width(opcode)
 
 
@@ -187,15 +194,17 @@ def _in_flight(body: Sequence[Instruction]) -> tuple[Counter[Unit], tuple[int, .
         exposed.clear()
         waits.clear()
         events.clear()
-        for one in body:
-            unit = unit_of(one.opcode)
+        for instruction in body:
+            unit = unit_of(instruction.opcode)
             if unit == "tensor":
-                closes = "gsb0" in one.operands
-                groups, issuing = groups + closes, "GMMA" in one.opcode and not closes
+                closes = "gsb0" in instruction.operands
+                groups, issuing = groups + closes, "GMMA" in instruction.opcode and not closes
                 events.append("M")
-            elif one.opcode.startswith("WARPGROUP.DEPBAR"):
+            elif instruction.opcode.startswith("WARPGROUP.DEPBAR"):
                 left = (
-                    int(found[1], 16) if (found := re.search(r",\s*0x(\w+)", one.operands)) else 0
+                    int(match[1], 16)
+                    if (match := re.search(r",\s*0x(\w+)", instruction.operands))
+                    else 0
                 )
                 groups = min(groups, left)
                 waits.append(left)
@@ -206,7 +215,7 @@ def _in_flight(body: Sequence[Instruction]) -> tuple[Counter[Unit], tuple[int, .
                     exposed[unit] += 1
                 if unit == "exp":
                     events.append("x" if inside else "X")
-                elif one.opcode.startswith(("BAR", "s_barrier")):
+                elif instruction.opcode.startswith(("BAR", "s_barrier")):
                     events.append("B")
                 elif unit == "wait":
                     events.append("S")

@@ -39,7 +39,7 @@ class Instruction:
     falls_through: bool = True
     """False: the next instruction never follows it."""
     scatters: bool = False
-    """True: a jump through a register."""
+    """True if a jump through a register."""
 
 
 # First match wins. SASS: CUDA Binary Utilities, instruction set reference.
@@ -123,8 +123,8 @@ def _linked(lines: Iterable[str], line: re.Pattern[str]) -> list[Instruction]:
     for text in lines:
         if label := _LABEL.match(text):
             labels[label[1]] = len(rows)
-        elif found := line.match(text):
-            rows.append((found[1] or "", found[2], (found[3] or "").strip()))
+        elif match := line.match(text):
+            rows.append((match[1] or "", match[2], (match[3] or "").strip()))
     linked = []
     for guard, opcode, operands in rows:
         jumps = opcode.startswith(("BRA", "JMP", "s_branch", "s_cbranch"))

@@ -32,18 +32,18 @@ def loops_of(code: Sequence[Instruction]) -> list[Loop]:
         return []
     dominator = nx.immediate_dominators(graph, 0)
     reached = {0, *nx.descendants(graph, 0)}
-    found: dict[int, set[int]] = {}
+    bodies: dict[int, set[int]] = {}
     for tail, head in graph.edges:
         if tail in reached and _dominates(dominator, head, tail):
             before = graph.subgraph(set(graph) - {head}) if tail != head else graph
             body = {head, tail} if tail == head else {head, tail, *nx.ancestors(before, tail)}
-            found.setdefault(head, set()).update(body & reached)
+            bodies.setdefault(head, set()).update(body & reached)
     loops = []
-    for head, body in sorted(found.items()):
-        inner = [other for at, other in found.items() if at != head and at in body]
+    for head, body in sorted(bodies.items()):
+        inner = [other for at, other in bodies.items() if at != head and at in body]
         own = sorted(body.difference(*inner))
         picked = tuple(code[i] for block in own for i in range(block, blocks[block]))
-        depth = sum(at != head and head in other for at, other in found.items())
+        depth = sum(at != head and head in other for at, other in bodies.items())
         if len(picked) > 1:  # a program that has ended jumps to itself
             loops.append(Loop(head, depth, picked))
     return loops
@@ -58,9 +58,9 @@ def _dominates(dominator: dict[int, int], head: int, block: int) -> bool:
 def _flow(code: Sequence[Instruction]) -> tuple[nx.DiGraph[int], dict[int, int]]:
     """Return the control-flow graph, whose nodes are first instructions of basic blocks, and where
     each block ends."""
-    starts = {0, *(one.target for one in code if one.target is not None)}
-    for i, one in enumerate(code):
-        if one.target is not None or not one.falls_through:
+    starts = {0, *(instruction.target for instruction in code if instruction.target is not None)}
+    for i, instruction in enumerate(code):
+        if instruction.target is not None or not instruction.falls_through:
             starts.add(i + 1)
     order = sorted(at for at in starts if at < len(code))
     blocks = dict(zip(order, [*order[1:], len(code)], strict=True))
@@ -72,7 +72,7 @@ def _flow(code: Sequence[Instruction]) -> tuple[nx.DiGraph[int], dict[int, int]]
             graph.add_edge(block, last.target)
         if last.falls_through and end < len(code):
             graph.add_edge(block, end)
-    # Jumps through registers go to the parts of a kernel that its warps take among themselves.
+    # Jumps through registers lead to the parts of a kernel that its warps divide among themselves.
     unreached = [block for block in blocks if block and not graph.in_degree(block)]
     for block, end in blocks.items():
         if code[end - 1].scatters:

@@ -25,42 +25,40 @@ class MachineCode:
     """Loops in the order of their first instructions."""
 
     def step(self, multiply_adds: int) -> StepCode | None:
-        """Count the instructions of a step of the inner loop that has so many multiply-adds of
-        matrix units. Returns None where no loop is made of such steps, as where these units form no
-        products.
+        """Count the instructions of a step of the inner loop, which has this many multiply-adds of
+        matrix units. Returns None if no loop has such steps, or if these units form no products.
 
-        A loop may be unrolled, in part or altogether; and a step may have a loop of its own, over
-        slices of a head dim. Tiles that a mask crosses have a loop of their own, with more
-        instructions.
+        A loop may be unrolled, in part or fully, and a step may contain a loop over slices of a
+        head dim. Partial tiles have a separate loop, with more instructions.
         """
-        found = sorted(self._steps(multiply_adds), key=lambda one: one.instructions)
-        if not found:
+        steps = sorted(self._steps(multiply_adds), key=lambda step: step.instructions)
+        if not steps:
             return None
         return replace(
-            found[0],
-            partial_instructions=found[-1].instructions,
+            steps[0],
+            partial_instructions=steps[-1].instructions,
             local_once=self.warps * self._local_once,
         )
 
     @property
     def _local_once(self) -> int:
         """Words of local memory that each warp moves outside of loops."""
-        in_loops = sum(one.local_words for one in self.loops)
+        in_loops = sum(loop.local_words for loop in self.loops)
         return 0 if self._is_step else self.body.local_words - in_loops
 
     @property
     def _is_step(self) -> bool:
-        """Whether all matrix products are outside of loops: then the kernel itself is a step."""
-        return not any(one.products for one in self.loops)
+        """True if all matrix products are outside of loops: then the kernel itself is a step."""
+        return not any(loop.products for loop in self.loops)
 
     def _steps(self, multiply_adds: int) -> Iterator[StepCode]:
-        outer = [one for one in self.loops if not one.depth]
-        for i, one in enumerate(self.loops):
-            if one.depth:
+        outer = [loop for loop in self.loops if not loop.depth]
+        for i, loop in enumerate(self.loops):
+            if loop.depth:
                 continue
-            end = outer[outer.index(one) + 1].first if one is not outer[-1] else 2**62
+            end = outer[outer.index(loop) + 1].first if loop is not outer[-1] else 2**62
             inner = [each for each in self.loops[i + 1 :] if each.first < end and each.products]
-            yield from self._nest(one, inner, multiply_adds)
+            yield from self._nest(loop, inner, multiply_adds)
         if self._is_step:
             yield from self._nest(self.body, [], multiply_adds)
 
@@ -81,7 +79,7 @@ class MachineCode:
 
 def read(disassembly: str, warps: int, *, gcn: bool = False) -> MachineCode:
     """Return the machine code of the only kernel in a text of a disassembler, or of AMD's compiler
-    if `gcn`. Raises ValueError where there is none."""
+    if `gcn`. Raises ValueError if there is none."""
     functions = (read_gcn if gcn else read_sass)(disassembly)
     if not functions:
         raise ValueError(f"expected a disassembled kernel, got {disassembly[:80]!r}")
@@ -89,7 +87,7 @@ def read(disassembly: str, warps: int, *, gcn: bool = False) -> MachineCode:
     return MachineCode(
         warps=warps,
         body=count(0, 0, code),
-        loops=tuple(count(one.first, one.depth, one.instructions) for one in loops_of(code)),
+        loops=tuple(count(loop.first, loop.depth, loop.instructions) for loop in loops_of(code)),
     )
 
 

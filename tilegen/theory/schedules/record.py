@@ -64,7 +64,7 @@ class Schedule:
     exps: sp.Expr
     """Exponentials of scores without a mask."""
     masks: bool = False
-    """True: the terms also hold under a mask, with the visited rows for V_kv and V_q."""
+    """True if the terms also hold under a mask, with the visited rows for V_kv and V_q."""
 
     def words(self, direction: Literal["read", "write"] | None = None) -> sp.Expr:
         """Sum the words moved in one direction or both."""
