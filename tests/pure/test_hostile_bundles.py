@@ -95,7 +95,7 @@ NOT_OURS: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], None], str]
         lambda m, b: m["versions"].update(tilegen="0.0.1"),
         "was made by tilegen 0.0.1, and this is",
     ),
-    "nobody knows whose": (lambda m, b: m["versions"].clear(), "of no known version"),
+    "nobody knows whose": (lambda m, b: m["versions"].clear(), "of an unknown version"),
     "another template": (
         lambda m, b: b.update(template_digest="0" * 12),
         "its fwd was emitted from another template",

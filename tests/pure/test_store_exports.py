@@ -22,7 +22,7 @@ def test_what_nobody_has_measured_does_not_travel(tmp_path: Path) -> None:
     file = tmp_path / "winners.jsonl"
     moved = [*merge([mine], there), *promote([mine], there), *export([mine], file)]
     assert {(one.action, one.reason) for one in moved} == {
-        ("refused", "nobody has measured it, so the model at hand chooses")
+        ("refused", "nobody has measured it, so the model chooses")
     }
     assert files(tmp_path / "there") == {}
     assert len(file.read_text().splitlines()) == 1, "the head of an export alone"

@@ -1,4 +1,5 @@
-"""Kernels compiled ahead of time: folders of binaries with a manifest, described in README.md."""
+"""Kernels compiled ahead of time: folders of binaries with a manifest. README.md is the guide,
+format.md the format."""
 
 from __future__ import annotations
 

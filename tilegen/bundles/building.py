@@ -124,7 +124,7 @@ def generate(
     if failures:
         raise BuildFailed(
             f"{len(failures)} of {sum(len(work.jobs) for work in done)} kernels could not be "
-            f"built: {failures[0]}; what was built is kept in {out}, without a manifest"
+            f"built: {failures[0]}; finished kernels are kept in {out}, without a manifest"
         )
     return folder.finish(_manifest(done, folder.versions))
 

@@ -33,7 +33,7 @@ def why_not_ours(path: Path, manifest: Manifest) -> str:
     """Explain in one line why this tilegen cannot launch a folder's binaries; empty if it can."""
     theirs, ours = manifest.versions.get("tilegen", ""), __version__
     if theirs != ours:
-        return f"it was made by tilegen {theirs or 'of no known version'}, and this is {ours}"
+        return f"it was made by tilegen {theirs or 'of an unknown version'}, and this is {ours}"
     for binary in manifest.binaries:
         if binary.template_digest != template_digest(binary.kernel):
             return (
@@ -45,7 +45,8 @@ def why_not_ours(path: Path, manifest: Manifest) -> str:
         for file in (file for pass_ in served.passes.values() for file in pass_.binaries.values()):
             used.add(file)
             if difference := _difference(path, served, manifest.by_file[file]):
-                return f"{file} is not what it makes for '{served.serves[:200]}': {difference}"
+                serves = served.serves[:200]
+                return f"{file} differs from this tilegen's binary for '{serves}': {difference}"
     for file in manifest.by_file:
         if file not in used:
             return f"{file} serves no problem"

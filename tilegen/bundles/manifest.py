@@ -1,4 +1,4 @@
-"""The manifest of a bundle: what each binary computes and how it is launched. README.md documents
+"""The manifest of a bundle: what each binary computes and how it is launched. format.md documents
 it for programs in other languages."""
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def no_finding(finding: TuningRecord) -> str:
     """Explain why a record is no valid finding: it is unmeasured, or faster than its GPU can be.
     Empty if the finding is valid."""
     if not finding.is_measured:
-        return "nobody has measured it, so the model at hand chooses"
+        return "nobody has measured it, so the model chooses"
     return too_fast(finding.measurement, finding.problem, finding.gpu, finding.kernel)
 
 
@@ -92,7 +92,7 @@ def conditions(record: TuningRecord) -> dict[str, str]:
 def verdict(winner: TuningRecord, loser: TuningRecord) -> str:
     """Explain why `winner` precedes `loser`; both are findings about one key."""
     if trouble := no_finding(loser):
-        return f"the other is no finding: {trouble}"
+        return f"the other is invalid: {trouble}"
     won, lost = winner.measurement.median_us or 0.0, loser.measurement.median_us or 0.0
     times = f"{won:g} us, the other {lost:g} us"
     if winner.source and winner.source == loser.source:

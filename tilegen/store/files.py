@@ -113,7 +113,7 @@ def update(path: Path, change: Change, limit: int = MAX_FILE_BYTES) -> str:
         except InvalidRecord as error:
             aside = set_aside(path)
             kept = f"kept as {aside.name!r}" if aside else "could not be kept"
-            note = f"what was there was no record ({one_line(error)}) and is {kept}"
+            note = f"the earlier file was not a record ({one_line(error)}) and is {kept}"
             new = change(None)
         if new is not None:
             write_whole(path, new)

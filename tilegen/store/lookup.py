@@ -199,12 +199,12 @@ def like(device: Device) -> list[Device]:
     return sorted(others, key=lambda spec: (_far(device, spec), spec.name))
 
 
-def _far(one: Device, other: Device) -> float:
-    is_gpu = isinstance(one, GpuSpec)
+def _far(device: Device, other: Device) -> float:
+    is_gpu = isinstance(device, GpuSpec)
     traits = ("num_sms", "dram_bandwidth", "l2_bandwidth", "smem_per_block")
     if not is_gpu:
         traits = ("product_flops_32", "dram_bandwidth", "l3_bandwidth", "l2_bytes", "l1_bytes")
-    return sum(abs(math.log2(getattr(one, name) / getattr(other, name))) for name in traits)
+    return sum(abs(math.log2(getattr(device, name) / getattr(other, name))) for name in traits)
 
 
 def illegal(tiled: Tiled) -> str:

@@ -119,7 +119,7 @@ def update(url: str, path: str, change: Change, limit: int) -> str:
         if new is None or new == data:
             return True
         if trouble:
-            note = f"what was there was no record ({trouble})"
+            note = f"the earlier file was not a record ({trouble})"
             if data is not None:
                 _put(url, path + BROKEN, data, None)
                 note += f" and is kept as {path + BROKEN!r}"
