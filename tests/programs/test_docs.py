@@ -28,7 +28,7 @@ CLI = (ROOT / "tilegen" / "cli" / "README.md").read_text(encoding="utf-8")
 TOUR = (ROOT / "tilegen" / "README.md").read_text(encoding="utf-8")
 FLEET = (ROOT / "tilegen" / "fleet" / "README.md").read_text(encoding="utf-8")
 LEGEND = (ROOT / "templates" / "README.md").read_text(encoding="utf-8")
-BUNDLES = (ROOT / "tilegen" / "bundles" / "README.md").read_text(encoding="utf-8")
+BUNDLES = (ROOT / "tilegen" / "bundles" / "format.md").read_text(encoding="utf-8")
 EXPLAINING = (ROOT / "tilegen" / "explaining" / "README.md").read_text(encoding="utf-8")
 INTEGRATIONS = (ROOT / "tilegen" / "integrations" / "README.md").read_text(encoding="utf-8")
 MASKS = (ROOT / "tilegen" / "masks" / "README.md").read_text(encoding="utf-8")
@@ -178,13 +178,16 @@ def test_every_argument_of_a_kernel_is_on_the_page_of_bundles() -> None:
         "benchmarks/README.md",
         "benchmarks/results/h200/README.md",
         "cache/README.md",
+        "cache/operations.md",
         "templates/README.md",
+        "templates/variants.md",
         "tests/README.md",
         "tests/gluon/README.md",
         "tests/gluon/memory_model/README.md",
         "tilegen/CHANGES.md",
         "tilegen/README.md",
         "tilegen/bundles/README.md",
+        "tilegen/bundles/format.md",
         "tilegen/calls/README.md",
         "tilegen/choose/README.md",
         "tilegen/cli/README.md",

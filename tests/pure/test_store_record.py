@@ -75,7 +75,7 @@ def test_every_field_is_in_the_readme_of_the_format() -> None:
 
 
 def test_every_failure_in_the_readme_of_the_format_has_its_test() -> None:
-    readme = (ROOT / "cache" / "README.md").read_text(encoding="utf-8")
+    readme = (ROOT / "cache" / "operations.md").read_text(encoding="utf-8")
     rows = [line for line in readme.splitlines() if line.count(" | ") == 2 and "test_" in line]
     tables = re.findall(r"^\| failure of .*\n\| --- .*\n((?:\|.*\n)+)", readme, re.M)
     assert [line for table in tables for line in table.splitlines()] == rows
@@ -87,7 +87,8 @@ def test_every_failure_in_the_readme_of_the_format_has_its_test() -> None:
 
 
 def test_numbers_in_the_readme_of_the_format_are_those_of_the_code() -> None:
-    readme = (ROOT / "cache" / "README.md").read_text(encoding="utf-8")
+    pages = [ROOT / "cache" / name for name in ("README.md", "operations.md")]
+    readme = "".join(page.read_text(encoding="utf-8") for page in pages)
     assert f"does not answer within {reach.ANSWER_SECONDS:g} seconds" in readme
     assert f"again for {reach.DOWN_SECONDS / 60:g} minutes" in readme
     assert remote.FRESH_SECONDS == 3600, "remembered for an hour"
