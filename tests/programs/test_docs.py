@@ -222,13 +222,3 @@ def test_the_tour_names_symbols_of_the_files_that_it_links_to() -> None:
 def test_every_folder_is_in_the_tour() -> None:
     folders = {path.parent.name for path in (ROOT / "tilegen").glob("*/__init__.py")}
     assert folders == set(re.findall(r"^\| \[(\w+)\]", TOUR, re.M))
-
-
-def test_docstrings_name_their_result() -> None:
-    """A clause in the place of a noun, `Return what ...`, hides it."""
-    hidden = {
-        f"{file.relative_to(ROOT)}: {line}"
-        for file in (ROOT / "tilegen").rglob("*.py")
-        for line in re.findall(r'"""(?:Return|Whether) what .*', file.read_text(encoding="utf-8"))
-    }
-    assert not hidden
