@@ -1,8 +1,9 @@
-"""Demands of a problem, whoever computes it: flops, bytes that must move, and the ideal time.
+"""The work that a problem demands of any implementation: flops, bytes that must move, and the ideal
+time.
 
-Convention: flops count the score entries that the mask keeps, exactly (no "half for causal"), and
-only the matrix products of the algorithm: two in the forward, five in the backward, one of them the
-recomputed scores. Whole tiles that a kernel computes beyond that are its own loss.
+Flops count exactly the score entries that the mask keeps (no "half for causal"), and only the
+algorithm's matrix products: two in the forward, five in the backward, of which one recomputes
+scores. Whole tiles that a kernel computes beyond these count against the kernel.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from tilegen.problem import AttentionProblem
 
 
 def kept_pairs(problem: AttentionProblem) -> int:
-    """Return how many (query, key) pairs the mask keeps, for one head of one batch entry."""
+    """Count the (query, key) pairs that the mask keeps, for one head of one batch entry."""
     ranges = tile_ranges(
         problem.mask,
         "rows",

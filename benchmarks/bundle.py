@@ -45,7 +45,7 @@ LOOKUPS = 200
 
 
 def numbers(folder: Path, archs: tuple[str, ...]) -> Iterator[Number]:
-    """Yield what generating for some architectures takes, and what comes of it."""
+    """Yield time, size and counts of generating a bundle for some architectures."""
     catalogue, out = folder / "models.yaml", folder / "dist"
     catalogue.write_text(yaml.safe_dump({name: one.key for name, one in PROBLEMS.items()}))
     where = f"{len(PROBLEMS)} problems, {', '.join(archs)}"
@@ -96,7 +96,7 @@ def calling(bundle: Bundle, problem: AttentionProblem) -> Number:
         mock.patch.object(plans, "by_call", BoundedCache(9)),
         mock.patch.object(bundles, "loaded", [bundle]),
         mock.patch.object(Bundle, "function", return_value=idle),
-        # What compiles is not to be timed here.
+        # Compiling is not timed here.
         mock.patch.object(pipeline, "choose", side_effect=AssertionError("not from the bundle")),
     ):
         ours, theirs = microseconds(
@@ -115,7 +115,7 @@ def calling(bundle: Bundle, problem: AttentionProblem) -> Number:
 
 
 def generate(catalogue: Path, archs: tuple[str, ...], out: Path, *, caches: Path) -> dict[str, Any]:
-    """Run `tilegen generate` and return what it says of itself."""
+    """Run `tilegen generate`; return its summary."""
     arguments = ["generate", "--catalog", str(catalogue), "--arch", *archs, "--out", str(out)]
     environment = {
         "TILEGEN_CACHE_DIR": str(caches / "tilegen"),

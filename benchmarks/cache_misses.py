@@ -33,7 +33,7 @@ from benchmarks.study.misses import MissRow, Point
 from tilegen.compiling import workers
 
 SHORTEST = 5.0
-"""Time that is left at least when a point begins [s]."""
+"""Do not start a point with less time than this left [s]."""
 
 
 def main(

@@ -78,7 +78,7 @@ class Sample:
     registers: int
     spill_bytes: int
     serialized: str
-    """yes or no: a loop waits for each of its products; empty where nothing spills."""
+    """`yes` if a loop waits for each of its products, else `no`; empty if nothing spills."""
     error: str
 
     @property
@@ -92,9 +92,9 @@ class Sample:
 
 
 def random_kernels(kernel: Kernel, count: int) -> Iterator[RenderedKernel]:
-    """Yield `count` kernels at random, always the same ones, none hopelessly large.
+    """Yield `count` random kernels, the same in each run, none hopelessly large.
 
-    One of the first two is in fp32, and one is not: each has a fit of its own.
+    Of the first two, one is in fp32: each dtype has its own fit.
     """
     choice = random.Random(f"{SEED} {kernel}").choice
     first: list[str] = [DTYPES[0], "fp32"]
@@ -113,7 +113,7 @@ def random_kernels(kernel: Kernel, count: int) -> Iterator[RenderedKernel]:
 
 
 def is_sensible(problem: AttentionProblem, config: TileConfig, kernel: Kernel) -> bool:
-    """Whether a config comes near fitting the registers and the shared memory of some GPU."""
+    """Return True if a config nearly fits the registers and the shared memory of some GPU."""
     work, threads = KERNELS[kernel].loop.step(problem, config), 32 * config.num_warps
     size, spec = problem.element_bytes, KERNELS[kernel]
     largest = max((one.multiply_adds for one in work.products), default=0)
@@ -134,12 +134,14 @@ def promising_kernels(
     ]
     spec = gpu(GPUS[arch])
     large = [
-        one for one in (*problems, *SHAPES) if min(one.head_dim_qk, one.head_dim_v) >= SLICED_FROM
+        candidate
+        for candidate in (*problems, *SHAPES)
+        if min(candidate.head_dim_qk, candidate.head_dim_v) >= SLICED_FROM
     ]
     for kernel in kernels:
         for problem in large if KERNELS[kernel].sliced else problems:
-            for one in propose(KernelTask.of(kernel, problem, spec), top=top):
-                yield render(representative(problem), one.config, kernel)
+            for candidate in propose(KernelTask.of(kernel, problem, spec), top=top):
+                yield render(representative(problem), candidate.config, kernel)
 
 
 def collect(
@@ -149,8 +151,8 @@ def collect(
     architectures: Collection[str],
     kernels: Sequence[Kernel] = KERNELS,
 ) -> None:
-    """Compile what the samples lack; a kernel that has changed since is compiled again. Samples of
-    other architectures and kernels than these stay as they are."""
+    """Compile kernels that the samples lack, or whose text has changed. Samples of other
+    architectures and kernels stay unchanged."""
     samples = read_samples()
     changed = [
         sample
@@ -168,38 +170,42 @@ def collect(
         def compile_missing(arch: str, rendered: Iterable[RenderedKernel]) -> int:
             have = {(sample.arch, sample.code, sample.config) for sample in kept}
             missing = {
-                code: one
-                for one in rendered
-                if (arch, code := code_digest(one), one.config.key) not in have
+                code: sampled
+                for sampled in rendered
+                if (arch, code := code_digest(sampled), sampled.config.key) not in have
             }
             started = time.perf_counter()
             results = compile_many(list(missing.values()), arch, workers=workers) if missing else ()
-            for done, (one, result) in enumerate(results, start=1):
-                kept.append(sample_of(one, arch, result))
+            for done, (sampled, result) in enumerate(results, start=1):
+                kept.append(sample_of(sampled, arch, result))
                 writer.writerow(asdict(kept[-1]))
                 seconds = time.perf_counter() - started
-                print(f"[{seconds:5.0f}s] {arch} {done}/{len(missing)} {one.function}", flush=True)
+                print(
+                    f"[{seconds:5.0f}s] {arch} {done}/{len(missing)} {sampled.function}", flush=True
+                )
             return len(missing)
 
         for arch in architectures:
-            again = [(*one.parsed, one.kernel) for one in changed if one.arch == arch]
-            compile_missing(arch, (render(*one) for one in again))
+            again = [
+                (*sampled.parsed, sampled.kernel) for sampled in changed if sampled.arch == arch
+            ]
+            compile_missing(arch, (render(*sampled) for sampled in again))
             compile_missing(
-                arch, (one for kernel in kernels for one in random_kernels(kernel, count))
+                arch, (sampled for kernel in kernels for sampled in random_kernels(kernel, count))
             )
             compile_missing(arch, promising_kernels(arch, top, kernels))
 
 
-def sample_of(one: RenderedKernel, arch: str, result: object) -> Sample:
+def sample_of(kernel: RenderedKernel, arch: str, result: object) -> Sample:
     """Return the row of a kernel that was compiled, or failed to."""
     compiled = result if isinstance(result, CompiledKernel) else None
     return Sample(
         arch=arch,
         triton=version("triton"),
-        code=code_digest(one),
-        kernel=one.kernel,
-        problem=one.problem.key,
-        config=one.config.key,
+        code=code_digest(kernel),
+        kernel=kernel.kernel,
+        problem=kernel.problem.key,
+        config=kernel.config.key,
         shared_bytes=compiled.reported.shared_bytes if compiled else 0,
         registers=compiled.reported.registers if compiled else 0,
         spill_bytes=compiled.reported.spill_bytes if compiled else 0,
@@ -209,27 +215,28 @@ def sample_of(one: RenderedKernel, arch: str, result: object) -> Sample:
 
 
 def serialized(compiled: CompiledKernel) -> str:
-    """Return whether a loop waits for each matrix product, empty for what cannot be read."""
+    """Return `yes` if a loop waits for each matrix product, else `no`; empty if the code cannot be
+    read."""
     try:
         return "yes" if any(loop.serialized for loop in compiled.code.loops) else "no"
     except (OSError, subprocess.SubprocessError, ValueError):
         return ""
 
 
-def code_digest(one: RenderedKernel) -> str:
-    """Return a digest of what the compiler sees: the kernel function and its constants."""
-    body = ast.parse(one.source).body
+def code_digest(kernel: RenderedKernel) -> str:
+    """Return a digest of the compiler's input: the kernel function and its constants."""
+    body = ast.parse(kernel.source).body
     seen = [
         node
         for node in body
         if isinstance(node, ast.Assign)
-        or (isinstance(node, ast.FunctionDef) and node.name == one.function)
+        or (isinstance(node, ast.FunctionDef) and node.name == kernel.function)
     ]
     return hashlib.sha256("\n".join(map(ast.dump, seen)).encode()).hexdigest()[:12]
 
 
 def is_current(sample: Sample) -> bool:
-    """Whether today's template, with today's Triton, would give the same kernel."""
+    """Return True if the present template and Triton would give the same kernel."""
     if sample.triton != version("triton"):
         return False
     problem, config = sample.parsed
@@ -253,10 +260,10 @@ def read_samples() -> list[Sample]:
 
 
 def spills(sample: Sample) -> bool:
-    """Whether values were kept in memory for want of registers.
+    """Return True if values were spilled for lack of registers.
 
-    Below the limit the compiler stores a few values around the loop for reasons of its own, to let
-    more programs share an SM; that costs nothing and follows no rule.
+    Below the limit the compiler stores a few values around the loop for other reasons, to let more
+    programs share an SM; that costs nothing and follows no rule.
     """
     few = sample.registers < register_limit(sample) and sample.spill_bytes <= FEW_BYTES
     return sample.spill_bytes > 0 and not few
@@ -268,7 +275,8 @@ def register_limit(sample: Sample) -> int:
 
 
 def demand(sample: Sample) -> tuple[float, bool]:
-    """Return the registers a thread would use without a limit, and whether it is more than that."""
+    """Return the registers that a thread would use without a limit, and whether that is a lower
+    bound."""
     if not spills(sample):
         return sample.registers, False
     limit = register_limit(sample)
@@ -295,7 +303,7 @@ def fit_registers(samples: Iterable[Sample]) -> dict[str, dict[str, list[float]]
 
 
 def features_of(sample: Sample) -> tuple[float, ...]:
-    """Return what the fit multiplies."""
+    """Return the factors that the fit multiplies by coefficients."""
     problem, config = sample.parsed
     work = KERNELS[sample.kernel].loop.step(problem, config)
     return model.register_features(

@@ -1,10 +1,9 @@
-"""CPU time of a warm call of `attention` up to the driver, part by part, beside SDPA: one of the
-benchmarks of cpu.py.
+"""CPU time of a warm call of `attention` up to the driver, part by part, beside SDPA.
 
-Triton and its compiler are real, only the driver is a stand-in, so no GPU is needed; tensors are on
-the CPU, where PyTorch allocates as fast as from the cache of a GPU. SDPA computes one row of one
-head, nearly all of it dispatch. Times are of this thread alone, so that other programs disturb
-little, and the ratio travels between machines where the number does not.
+Triton and its compiler are real and only the driver is a stand-in, so no GPU is needed. Tensors are
+on the CPU, where PyTorch allocates as fast as from a GPU's cache. SDPA computes one row of one
+head, nearly all of it dispatch. Times are of this thread alone, so other programs hardly disturb
+them, and ratios are comparable between machines.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from tilegen.task import KernelTask
 
 BASELINE = "SDPA of one row"
 PLAIN_CALLS = {"kv_lengths": "the same without", "paged": "a plain call"}
-"""The call of `attention` that each kind of call is compared with, by the start of its name."""
+"""The call of `attention` to compare a kind of call with, by the start of its name."""
 TILE = TileConfig(block_m=16, block_n=16)
 SPLIT: dict[Kernel, TileConfig] = {
     "fwd_split": TileConfig(block_m=16, block_n=16, split_kv=256),
@@ -51,11 +50,11 @@ SPLIT: dict[Kernel, TileConfig] = {
 HEADS, ROWS, HEAD_DIM = 8, 16, 64
 REQUESTS, PAGE = 4, 16
 LONGEST = 2**13
-"""Number of keys of the longest cache that is decoded from; each step has another length."""
+"""Keys of the longest cache that is decoded from; each step has another length."""
 
 
 def kinds() -> dict[str, Callable[[], object]]:
-    """Return every kind of call that is measured, by its name."""
+    """Return all kinds of measured calls, by name."""
     q, k, v = (torch.zeros(1, HEADS, ROWS, HEAD_DIM) for _ in "qkv")
     trained = q.clone().requires_grad_()
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -66,8 +65,8 @@ def kinds() -> dict[str, Callable[[], object]]:
     short = lengths.int()
     causal, window = tilegen.causal(), tilegen.sliding_window(7, 0)
 
-    its = crossing(causal, None, None)
-    crossed = its.text, its.tensors, HEAD_DIM**-0.5, 0.0, None
+    crossed_mask = crossing(causal, None, None)
+    crossed = crossed_mask.text, crossed_mask.tensors, HEAD_DIM**-0.5, 0.0, None
     operator = torch.ops.tilegen.forward
 
     def decode() -> object:
@@ -110,7 +109,7 @@ def _paged_kinds() -> dict[str, Callable[[], object]]:
 
 
 def sdpa(*, gradients: bool) -> Callable[[], object]:
-    """Return the call that others are measured beside."""
+    """Return the call of SDPA to compare with."""
     row = torch.zeros(1, 1, 1, 8)
     first = row.clone().requires_grad_(gradients)
     return lambda: scaled_dot_product_attention(first, row, row)
@@ -119,7 +118,7 @@ def sdpa(*, gradients: bool) -> Callable[[], object]:
 def differentiated(
     call: Callable[[], torch.Tensor], leaves: Sequence[torch.Tensor]
 ) -> Callable[[], object]:
-    """Return a call with its backward, from a gradient as dense as what it is of."""
+    """Return a call with its backward, from a dense gradient."""
     dout = torch.ones_like(call())
     return lambda: torch.autograd.grad(call(), leaves, dout)
 
@@ -156,7 +155,7 @@ def _launch(device: torch.device) -> Launch:
 
 
 class _Nothing(torch.autograd.Function):
-    """Does what every differentiable function does."""
+    """A differentiable function that does nothing."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -171,7 +170,7 @@ class _Nothing(torch.autograd.Function):
 
 @contextmanager
 def as_on_a_gpu(*, notes: bool = False) -> Generator[StandInDriver]:
-    """Have CPU tensors take the path of GPU tensors, up to a stand-in for the driver."""
+    """Send CPU tensors the way of GPU tensors, up to a stand-in for the driver."""
 
     def ranked(_: object, task: KernelTask, **__: object) -> Ranked:
         config = SPLIT.get(task.kernel, TILE)
@@ -203,40 +202,40 @@ def microseconds(*functions: Callable[[], object], calls: int, repeats: int) -> 
         function()
     times: list[list[float]] = [[] for _ in functions]
     for _ in range(repeats):
-        for function, its in zip(functions, times, strict=True):
-            for _ in range(calls // 10):  # what ran before has left its own in the caches
+        for function, samples in zip(functions, times, strict=True):
+            for _ in range(calls // 10):  # the run before has filled the caches
                 function()
             start = time.thread_time()
             for _ in range(calls):
                 function()
-            its.append(1e6 * (time.thread_time() - start) / calls)
-    return [statistics.median(its) for its in times]
+            samples.append(1e6 * (time.thread_time() - start) / calls)
+    return [statistics.median(samples) for samples in times]
 
 
 def measured(*, calls: int, repeats: int) -> Generator[tuple[str, float, str, float]]:
-    """Yield what was measured and its microseconds, and the same of what it is held against: each
-    kind of call, then each part of a forward."""
+    """Yield (name, microseconds, name and microseconds of the comparison): each kind of call, then
+    each part of a forward."""
     measure = partial(microseconds, calls=calls, repeats=repeats)
     with as_on_a_gpu():
         named, row = kinds(), torch.zeros(1, 1, 1, 8)
         leaves = [row.clone().requires_grad_() for _ in "qkv"]
-        plain, trained, both, *found = measure(
+        plain, trained, both, *times = measure(
             sdpa(gradients=False),
             sdpa(gradients=True),
             differentiated(partial(scaled_dot_product_attention, *leaves), leaves),
             *named.values(),
         )
         its_own = {"with gradients": trained, "forward and backward": both}
-        for name, its in zip(named, found, strict=True):
+        for name, microseconds_ in zip(named, times, strict=True):
             what, base = BASELINE, plain
             for ending, of_ending in its_own.items():
                 if name.endswith(ending):
                     what, base = f"{BASELINE}, {ending}", of_ending
-            yield f"attention() up to the driver, {name}", its, what, base
+            yield f"attention() up to the driver, {name}", microseconds_, what, base
             for start, plain_call in PLAIN_CALLS.items():
                 if name.startswith(start):
-                    whole = found[list(named).index("full")]
-                    yield f"attention() up to the driver, {name}", its, plain_call, whole
+                    whole = times[list(named).index("full")]
+                    yield f"attention() up to the driver, {name}", microseconds_, plain_call, whole
         alone = parts()
-        for name, its in zip(alone, measure(*alone.values()), strict=True):
-            yield f"part of a forward: {name}", its, BASELINE, plain
+        for name, microseconds_ in zip(alone, measure(*alone.values()), strict=True):
+            yield f"part of a forward: {name}", microseconds_, BASELINE, plain

@@ -1,10 +1,10 @@
-"""Cost of a grid for the longest requests to short ones, as CUDA graphs of decoding have it: the
-model's time where each split is a fixed number of keys, and where requests divide their keys.
+"""The cost of a grid for the longest requests to short requests, as in CUDA graphs of decoding:
+predicted with splits of a fixed number of keys, and with keys divided over the splits.
 
-    python -m benchmarks.capacity
+python -m benchmarks.capacity
 
-Times are of the kernel that reads the keys, launch included. Programs of splits without keys end
-after three loads, and are in no time here. Nothing is measured.
+Times are of the kernel that reads the keys, with its launch. Programs of splits without keys end
+after three loads and are not counted. Nothing is measured.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tilegen.task import KernelTask, Tiled
 GPU = "h200"
 OUT = RESULTS / "paged_capacity.csv"
 CAPACITY, KEYS = 131072, 4096
-"""Numbers of keys that the grid is made for, and that each request has."""
+"""Keys that the grid is made for, and keys of each request."""
 KINDS = {
     "Llama 3 70B": "hq64 hkv8 q1 kv{keys} d128 bf16 full page16",
     "DeepSeek V3": "hq128 hkv1 q1 kv{keys} d576/512 bf16 full page64 latent",
@@ -94,10 +94,10 @@ def as_divided(
 
 def _programs(problem: AttentionProblem, config: TileConfig) -> tuple[int, float]:
     """Return the programs with keys, and the predicted microseconds."""
-    found = splits_of(Tiled.of(KERNEL, problem, gpu(GPU), config))
-    each = problem.batch * problem.num_heads_kv * found.tiles_of_group
+    splits = splits_of(Tiled.of(KERNEL, problem, gpu(GPU), config))
+    each = problem.batch * problem.num_heads_kv * splits.tiles_of_group
     seconds = estimate(Tiled.of(KERNEL, problem, gpu(GPU), config)).seconds
-    return int(each * found.programs), 1e6 * seconds
+    return int(each * splits.programs), 1e6 * seconds
 
 
 def rows() -> list[Row]:
@@ -110,15 +110,15 @@ def main(out: Annotated[Path, typer.Option(help="File for the table; replaced.")
 
     Example: python -m benchmarks.capacity
     """
-    found = rows()
-    for one in found:
+    found_rows = rows()
+    for line in found_rows:
         print(
-            f"{one.model} {one.problem.split()[0]:5} {one.config:20} {one.splits:3} splits  fixed "
-            f"{one.fixed_programs:5} programs, {one.fixed_us:6.1f} us  divided "
-            f"{one.divided_programs:5} programs, {one.divided_us:6.1f} us  partial results "
-            f"{one.partials_mib:.1f} MiB"
+            f"{line.model} {line.problem.split()[0]:5} {line.config:20} {line.splits:3} splits  "
+            f"fixed {line.fixed_programs:5} programs, {line.fixed_us:6.1f} us  divided "
+            f"{line.divided_programs:5} programs, {line.divided_us:6.1f} us  partial results "
+            f"{line.partials_mib:.1f} MiB"
         )
-    write(out, found)
+    write(out, found_rows)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ class Verdict:
     error: float
     allowed: float
     detail: str
-    """Failed checks; empty where all are ok."""
+    """Failed checks; empty if all are ok."""
 
 
 def make_inputs(
@@ -61,7 +61,7 @@ def make_inputs(
     )
 
 
-def check(problem: AttentionProblem, inputs: Inputs, found: Mapping[str, Tensor]) -> Verdict:
+def check(problem: AttentionProblem, inputs: Inputs, results: Mapping[str, Tensor]) -> Verdict:
     """Return the verdict on `found`: out alone, or dq, dk and dv."""
     checks: list[Check] = []
     last = (problem.batch - 1, problem.num_heads_kv - 1)
@@ -76,9 +76,9 @@ def check(problem: AttentionProblem, inputs: Inputs, found: Mapping[str, Tensor]
             dout=inputs.dout[q_side],
         )
         masks = [_of_head(problem.mask, batch, head) for head in range(heads.start, heads.stop)]
-        expected = _expected(some, masks, found)
-        own = [_own(some, masks, found, plain=plain) for plain in (False, True)]
-        for name, tensor in found.items():
+        expected = _expected(some, masks, results)
+        own = [_own(some, masks, results, plain=plain) for plain in (False, True)]
+        for name, tensor in results.items():
             part = tensor[q_side if name in ("out", "dq") else kv_side].detach()
             checks.append(judge(name, part, expected[name], [result[name] for result in own]))
     nearest = max(checks, key=lambda c: c.error / c.allowed if c.allowed else c.error)
@@ -95,7 +95,7 @@ _OF_HEAD = Form(
     lambda at, side, mask, batch, head: mask.keep(at._replace(b=at.b + batch, h=at.h + head), side),
     spelt=lambda mask, *_: mask.notation,
 )
-"""The pairs that a mask keeps in a query head of a batch entry."""
+"""A mask restricted to one query head of one batch entry."""
 
 
 def _of_head(mask: Mask, batch: int, head: int) -> Mask:
@@ -112,7 +112,7 @@ def _expected(inputs: Inputs, masks: Sequence[Mask], names: Iterable[str]) -> di
 def _own(
     inputs: Inputs, masks: Sequence[Mask], names: Iterable[str], *, plain: bool
 ) -> dict[str, Tensor]:
-    """Return PyTorch's own results at the inputs' precision: of its choice, or its plain
+    """Compute PyTorch's own results at the inputs' precision: by its usual choice, or its plain
     kernels."""
     with sdpa_kernel(SDPBackend.MATH) if plain else nullcontext():
         own = _head_by_head(torch_attention, inputs, masks, names)
@@ -122,22 +122,22 @@ def _own(
 def _head_by_head(
     attention: Callable[..., Tensor], inputs: Inputs, masks: Sequence[Mask], names: Iterable[str]
 ) -> dict[str, Tensor]:
-    """Return out, or dq, dk and dv, of one group, whose heads have `masks`; dk and dv are added up
-    in fp32 or wider."""
+    """Compute out, or dq, dk and dv, of one group whose heads have `masks`; dk and dv are summed in
+    fp32 or wider."""
     results: dict[str, list[Tensor]] = {name: [] for name in names}
     for head, mask in enumerate(masks):
-        one = slice(head, head + 1)
+        part = slice(head, head + 1)
         leaves = [
             t.detach().requires_grad_("dq" in results)
-            for t in (inputs.q[:, one], inputs.k, inputs.v)
+            for t in (inputs.q[:, part], inputs.k, inputs.v)
         ]
         out = attention(*leaves, mask=mask)
         if "dq" in results:
-            grads = torch.autograd.grad(out, leaves, inputs.dout[:, one])
-            found = dict(zip(("dq", "dk", "dv"), grads, strict=True))
+            grads = torch.autograd.grad(out, leaves, inputs.dout[:, part])
+            of_heads = dict(zip(("dq", "dk", "dv"), grads, strict=True))
         else:
-            found = {"out": out}
-        for name, tensor in found.items():
+            of_heads = {"out": out}
+        for name, tensor in of_heads.items():
             wide = torch.promote_types(tensor.dtype, torch.float32)
             is_sum = name in ("dk", "dv") and results[name]
             if is_sum:

@@ -1,7 +1,7 @@
-"""Number of first choices of the model that hang on each of its constants: halved and doubled, over
-the catalogue on four GPUs.
+"""Count the first choices of the model that change if a constant is halved or doubled, over the
+catalogue on four GPUs.
 
-    python -m benchmarks.constants [--out FILE]
+python -m benchmarks.constants [--out FILE]
 
 A constant that changes nothing either way does not belong in the model. Needs no GPU.
 """
@@ -46,14 +46,14 @@ Choices = dict[tuple[str, str, str], str]
 
 def choices(problems: list[AttentionProblem]) -> Choices:
     """Return the first choice of each kernel of each problem on each GPU."""
-    found: Choices = {}
+    chosen: Choices = {}
     for name in GPUS:
         spec = gpu(name)
         for problem in problems:
             for kernel in kernels_of(problem, spec):
                 best = propose(KernelTask.of(kernel, problem, spec), top=1)[0]
-                found[name, problem.key, kernel] = best.config.key
-    return found
+                chosen[name, problem.key, kernel] = best.config.key
+    return chosen
 
 
 def changed(problems: list[AttentionProblem], before: Choices) -> int:
@@ -67,12 +67,12 @@ def changed(problems: list[AttentionProblem], before: Choices) -> int:
 
 
 def forget() -> None:
-    """Empty what the model remembers of earlier constants."""
+    """Clear the model's caches, which depend on earlier constants."""
     memo_of.cache_clear()
     for name, module in list(sys.modules.items()):
         if name.startswith("tilegen.model"):
-            for one in vars(module).values():
-                if callable(clear := getattr(one, "cache_clear", None)):
+            for var in vars(module).values():
+                if callable(clear := getattr(var, "cache_clear", None)):
                     clear()
 
 
@@ -89,10 +89,10 @@ def scaled(group: str, name: str, factor: float) -> Iterator[None]:
         real = getattr(rates, read)
 
         def other(of: Any) -> Any:
-            found, value = real(of), getattr(real(of), name)
+            owner, value = real(of), getattr(real(of), name)
             each = isinstance(value, dict)  # by kernel
             grown = {k: v * factor for k, v in value.items()} if each else value * factor
-            return replace(found, **{name: grown})
+            return replace(owner, **{name: grown})
 
         changes = [mock.patch.object(module, read, other) for module in users]
     else:

@@ -73,12 +73,12 @@ class CounterRow(Environment):
     counted_smem_bytes: int
     smem_ratio: float | None
     digest: str
-    """Digest of the binary that was counted; empty where it is not known."""
+    """Digest of the binary that was counted; empty if it is not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Counted:
-    """What the profiler says of one launch."""
+    """The profiler's counts of one launch."""
 
     function: str
     values: dict[str, float]
@@ -95,7 +95,7 @@ def kernels_of(workload: Workload, spec: GpuSpec) -> dict[Kernel, TileConfig]:
 
 
 def launch(workload: Workload, spec: GpuSpec) -> None:
-    """Run every kernel of the workload once; this is what the profiler watches."""
+    """Run every kernel of the workload once, under the profiler."""
     from benchmarks.check import make_inputs
     from tilegen.check.verification import run
 
@@ -107,7 +107,7 @@ def launch(workload: Workload, spec: GpuSpec) -> None:
 
 
 def profile(workload: Workload, *, timeout: float) -> list[Counted]:
-    """Return what Nsight Compute counts of a workload's kernels. Raises RuntimeError."""
+    """Count a workload's kernels with Nsight Compute. Raises RuntimeError."""
     program = [sys.executable, "-m", "benchmarks.counters", f"--launch={workload.name}"]
     only = ("--kernel-name", "regex:^attention_(fwd|bwd)")
     return ncu(program, options=only, timeout=timeout)
@@ -120,9 +120,9 @@ def ncu(
     options: Sequence[str] = (),
     timeout: float,
 ) -> list[Counted]:
-    """Return what Nsight Compute counts of the launches of `program`, from cold caches.
+    """Count the launches of `program` with Nsight Compute, from cold caches.
 
-    Raises RuntimeError with its last words if it fails.
+    Raises RuntimeError with the program's last line if it fails.
     """
     command = [
         *("ncu", "--csv", "--print-units", "base", "--metrics", ",".join(metrics)),
@@ -172,11 +172,11 @@ def compare(workload: Workload, predicted: CostEstimate, counted: Counted) -> Co
         "smem": (predicted.smem_bytes, values[SMEM]),
     }
     columns: dict[str, Any] = {}
-    for name, (expected, found) in pairs.items():
+    for name, (expected, counted_bytes) in pairs.items():
         unit = "" if name == "registers" else "_bytes"
         columns[f"predicted_{name}{unit}"] = expected
-        columns[f"counted_{name}{unit}"] = int(found)
-        columns[f"{name}_ratio"] = round(found / expected, 4) if expected else None
+        columns[f"counted_{name}{unit}"] = int(counted_bytes)
+        columns[f"{name}_ratio"] = round(counted_bytes / expected, 4) if expected else None
     return with_environment(
         CounterRow,
         environment(),
@@ -228,7 +228,7 @@ def main(
         return
     deadline = time.monotonic() + 60 * minutes
     failures = 0
-    found: list[CounterRow] = []
+    lines: list[CounterRow] = []
     for workload in head():
         left = deadline - time.monotonic()
         if left <= 0:
@@ -236,8 +236,8 @@ def main(
             break
         try:
             for row in measure(workload, spec, timeout=left):
-                found.append(row)
-                write(csv, found)
+                lines.append(row)
+                write(csv, lines)
                 print(f"{row.workload} {row.kernel} {row.config}: {ratios(row)}", flush=True)
         except RuntimeError as error:
             failures += time.monotonic() < deadline  # or only its time was over

@@ -36,7 +36,7 @@ from tilegen.task import KernelTask
 
 REPEATS = 7
 CALLS, TURNS = 100, 70
-"""Number of calls of `attention` in one turn, and of turns: other programs disturb some turns."""
+"""Calls of `attention` per turn, and turns: other programs disturb some turns."""
 PROPOSED: tuple[Kernel, ...] = ("fwd", "bwd_preprocess", "bwd_dkdv", "bwd_dq")
 COMPILED = 16
 """Number of kernels that the throughput of compiling is measured with."""
@@ -54,7 +54,7 @@ class Number:
 
     @property
     def ratio(self) -> float | None:
-        """Value over baseline, None where there is none."""
+        """Value over baseline, None if there is none."""
         return self.value / self.baseline_value if self.baseline_value else None
 
     def __str__(self) -> str:
@@ -149,7 +149,7 @@ def _compile_seconds(kernels: list[RenderedKernel], *, workers: int) -> float:
 
 
 def _proposals() -> Iterator[tuple[AttentionProblem, TileConfig, Kernel]]:
-    """Yield what `render` takes, for the best configs of the head's problems."""
+    """Yield the arguments of `render` for the best configs of the head's problems."""
     for workload, kernel in product(head(), PROPOSED):
         for candidate in propose(KernelTask.of(kernel, workload.problem, gpu("h200")), top=2):
             yield workload.problem, candidate.config, kernel

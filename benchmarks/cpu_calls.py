@@ -46,10 +46,10 @@ MASKS = ("full", "causal", "window(255,0)", "documents(@q:{document})")
 DOCUMENTS = 8
 """Packed documents of a sequence, each an eighth of it."""
 MOST_FLOPS = 4e10
-"""Products of a case, so that all cases fit into 40 minutes."""
+"""Limit on the products of a case, so that all cases fit into 40 minutes."""
 MOST_SCORES, MOST_EMULATED = 2**25, 2**21
-"""Scores that standard attention writes at most; and in bf16 on a processor without products of
-bf16, where PyTorch takes minutes for 2048 queries."""
+"""Limits on the scores that standard attention writes; the second is for bf16 on a processor
+without bf16 instructions, where PyTorch takes minutes for 2048 queries."""
 FLEX = product(("fp32", "bf16"), (64, 128), ("full", "causal", "window(255,0)"))
 """Cases of FlexAttention, at 2048."""
 
@@ -110,7 +110,7 @@ def _kept_pairs(mask: Mask, shape: Shape) -> int:
 
 
 def standard(problem: AttentionProblem) -> Attention | None:
-    """Return attention by two products and a softmax, None where its scores are too many."""
+    """Return attention by two products and a softmax, None if its scores are too many."""
     scores = problem.batch * problem.num_heads_q * problem.seqlen_q * problem.seqlen_kv
     emulated = problem.dtype == "bf16" and not host().pairs
     if scores > (MOST_EMULATED if emulated else MOST_SCORES):
@@ -133,15 +133,15 @@ def peers(problem: AttentionProblem, *, with_flex: bool) -> dict[str, Attention]
     problem = replace(problem, mask=problem.mask.realized(problem.shape, "cpu"))
     if with_flex:
         return {"flex": flex(problem, "cpu")}
-    found: dict[str, Attention] = {}
+    functions: dict[str, Attention] = {}
     for name, backend in (("sdpa", None), ("sdpa math", "MATH")):
         try:
-            found[name] = sdpa(problem, "cpu", backend=backend)
+            functions[name] = sdpa(problem, "cpu", backend=backend)
         except TilegenError:  # too many scores for the back end
             continue
     if (attention := standard(problem)) is not None:
-        found["standard"] = attention
-    return found
+        functions["standard"] = attention
+    return functions
 
 
 def measure(
@@ -149,7 +149,7 @@ def measure(
     threads: int,
     seconds: float,
     peak: float,
-    its: Environment,
+    machine: Environment,
     *,
     with_flex: bool,
 ) -> Iterator[CallRow]:
@@ -170,7 +170,7 @@ def measure(
             gflops = flops / timing.median / 1e9
             yield with_environment(
                 CallRow,
-                its,
+                machine,
                 problem=problem.key,
                 threads=threads,
                 direction=direction,
@@ -201,7 +201,7 @@ def main(
 ) -> None:
     """Measure cases that the result file does not have yet."""
     end = time.monotonic() + 60 * minutes
-    its = environment()
+    machine = environment()
     names = "problem", "threads", "direction", "provider"
     done = same_values(read(out), names)
     left = 0
@@ -215,7 +215,7 @@ def main(
             if time.monotonic() > end:
                 left += 1
                 continue
-            for row in measure(problem, number, seconds, peak, its, with_flex=only_flex):
+            for row in measure(problem, number, seconds, peak, machine, with_flex=only_flex):
                 append(out, row)
                 print(_line(row), flush=True)
     if left:

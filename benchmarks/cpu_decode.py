@@ -101,7 +101,7 @@ def functions(
     rows = q.reshape(1, problem.num_heads_kv, -1, problem.head_dim_qk)
     size = k.nbytes + v.nbytes
     memory = torch.zeros(size // 4)
-    found: dict[str, Callable[[], object]] = {
+    calls: dict[str, Callable[[], object]] = {
         "tilegen": lambda: attention(q, k, v),
         READING: lambda: memory.sum(),
         "sdpa gqa": lambda: scaled_dot_product_attention(q, k, v, enable_gqa=True),
@@ -109,8 +109,8 @@ def functions(
     }
     if size <= MOST_PAGED:
         for layout in LAYOUTS:
-            found[layout] = _paged(q, k, v, layout)
-    return found
+            calls[layout] = _paged(q, k, v, layout)
+    return calls
 
 
 def _paged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str) -> Callable[[], object]:
@@ -119,16 +119,16 @@ def _paged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str) -> Ca
     lengths = torch.tensor([k.shape[2]], dtype=torch.int32)
     in_pages: list[torch.Tensor] = []
     for tensor in (k, v):
-        its = tensor[0].unflatten(1, (pages, PAGE)).transpose(0, 1)  # page, head, key
-        its = its if layout == "HND" else its.transpose(1, 2)
-        placed = torch.empty(its.shape, dtype=tensor.dtype)
-        placed[table[0].long()] = its
+        pages_of_layout = tensor[0].unflatten(1, (pages, PAGE)).transpose(0, 1)  # page, head, key
+        pages_of_layout = pages_of_layout if layout == "HND" else pages_of_layout.transpose(1, 2)
+        placed = torch.empty(pages_of_layout.shape, dtype=tensor.dtype)
+        placed[table[0].long()] = pages_of_layout
         in_pages.append(placed)
     return lambda: attention_paged(q, *in_pages, table, lengths, layout=layout)
 
 
 def measure(
-    problem: AttentionProblem, threads: int, seconds: float, memory: Memory, its: Environment
+    problem: AttentionProblem, threads: int, seconds: float, memory: Memory, machine: Environment
 ) -> Iterator[DecodeRow]:
     """Yield the rows of one case."""
     torch.set_num_threads(threads)
@@ -145,7 +145,7 @@ def measure(
         own = provider == "tilegen"
         yield with_environment(
             DecodeRow,
-            its,
+            machine,
             problem=problem.key,
             threads=threads,
             provider=provider,
@@ -171,11 +171,13 @@ def summary(rows: Iterable[Mapping[str, str]]) -> Iterator[str]:
     )
     yield "| --- | --- | --- | --- | --- | --- | --- |"
     losses: list[str] = []
-    for (problem, threads), found in grouped.items():
-        least = {name: float(row["least_ms"]) for name, row in found.items()}
+    for (problem, threads), of_case in grouped.items():
+        least = {name: float(row["least_ms"]) for name, row in of_case.items()}
         ratios = {name: its / least["tilegen"] for name, its in least.items()}
-        own = found["tilegen"]
-        rate = float(own["gbytes_per_s"]) * float(own["median_ms"]) / least["tilegen"]
+        tilegen_row = of_case["tilegen"]
+        rate = (
+            float(tilegen_row["gbytes_per_s"]) * float(tilegen_row["median_ms"]) / least["tilegen"]
+        )
         speeds = [f"{ratios[name]:.2f} times" for name in ("sdpa rows", "sdpa gqa")]
         paged = ", ".join(f"{1 / ratios[name]:.2f}" for name in LAYOUTS if name in ratios)
         cells = [problem.removeprefix("b1 ").removesuffix(" full"), threads]
@@ -202,7 +204,7 @@ def main(
         print(*summary(read(out)), sep="\n")
         return
     end = time.monotonic() + 60 * minutes
-    its, memory = environment(), Memory()
+    machine, memory = environment(), Memory()
     done = same_values(read(out), ("problem", "threads", "provider"))
     left = 0
     for problem in cases():
@@ -212,7 +214,7 @@ def main(
             if time.monotonic() > end:
                 left += 1
                 continue
-            for row in measure(problem, number, seconds, memory, its):
+            for row in measure(problem, number, seconds, memory, machine):
                 append(out, row)
                 print(
                     f"{row.problem:45} {row.threads} {row.provider:14} {row.median_ms:9.3f} ms "

@@ -123,14 +123,14 @@ def curves(
     rows: Sequence[Row], *, dtype: str, mask: str, direction: str
 ) -> dict[str, list[tuple[int, float]]]:
     """Return (length, milliseconds a head) of each provider: head dim 64, two threads."""
-    found: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    by_provider: dict[str, list[tuple[int, float]]] = defaultdict(list)
     for row in rows:
         problem = AttentionProblem.parse(row["problem"])
         is_drawn = (problem.dtype, problem.mask.notation, problem.head_dim_qk) == (dtype, mask, 64)
         if is_drawn and (row["direction"], row["threads"]) == (direction, "2"):
             heads = problem.batch * problem.num_heads_q
-            found[row["provider"]].append((problem.seqlen_q, float(row["median_ms"]) / heads))
-    return {provider: sorted(points) for provider, points in found.items()}
+            by_provider[row["provider"]].append((problem.seqlen_q, float(row["median_ms"]) / heads))
+    return {provider: sorted(points) for provider, points in by_provider.items()}
 
 
 def figure(rows: Sequence[Row]) -> Figure:

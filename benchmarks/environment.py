@@ -45,14 +45,14 @@ class Environment:
 
 
 def has_gpu() -> bool:
-    """Whether PyTorch can use a GPU."""
+    """Return True if PyTorch can use a GPU."""
     import torch
 
     return torch.cuda.is_available()
 
 
 def gpu_at_hand(without: str) -> GpuSpec:
-    """Return the GPU at hand; where there is none, print so and `without`, and exit with 1."""
+    """Return the GPU at hand. Without a GPU, print so and `without`, and exit with 1."""
     from tilegen.gpus.spec import detect
 
     if (spec := detect()) is None:
@@ -62,15 +62,15 @@ def gpu_at_hand(without: str) -> GpuSpec:
 
 
 def start_over(deadline: float, *options: str) -> NoReturn:
-    """Run this command again in the place of this process, until `deadline`: after a launch that
-    broke the CUDA context nothing else helps. `deadline` is a time of `time.monotonic`."""
+    """Replace this process by the same command, until `deadline`: after a launch that broke the
+    CUDA context nothing else helps. `deadline` is a time of `time.monotonic`."""
     minutes = f"--minutes={max(0.0, deadline - time.monotonic()) / 60:.3f}"
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], *options, minutes])
 
 
 @cache
 def environment() -> Environment:
-    """Return what this process runs on."""
+    """Return the GPU or processor, driver, versions and commit of this process."""
     import torch
 
     versions = current_versions()
@@ -135,7 +135,7 @@ def _commit() -> str:
 
 
 def _output(*command: str) -> str:
-    """Return what a command prints, or its name and why there is nothing."""
+    """Return the output of a command, or its name and the reason why there is no output."""
     try:
         result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
     except (OSError, subprocess.SubprocessError) as error:

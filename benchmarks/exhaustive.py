@@ -45,7 +45,7 @@ def record(
     *,
     deadline: float,
 ) -> int:
-    """Time what the recording lacks; return how many configs are left when the time is over.
+    """Time the configs that the recording lacks; return how many are left when the time is over.
 
     `deadline` is a time of `time.monotonic`. Raises DeviceLost after writing what was lost.
     """
@@ -138,9 +138,9 @@ def main(
     deadline = time.monotonic() + 60 * minutes
     folder = out or RESULTS / spec.name / "exhaustive"
     with Pool() as pool:
-        for one in problems:
+        for bucket in problems:
             for name in kernels:
-                _record_one(one, name, spec, folder, pool, deadline)
+                _record_one(bucket, name, spec, folder, pool, deadline)
 
 
 def _record_one(

@@ -47,11 +47,11 @@ class Row(Environment):
     problem: str
     kernel: str
     before: str = ""
-    """The config that an earlier commit launched first; empty where it took another kernel."""
+    """The config that an earlier commit launched first; empty if it took another kernel."""
     after: str = ""
-    """Today's config; empty where the pass is computed by other kernels."""
+    """Today's config; empty if the pass is computed by other kernels."""
     before_us: float | None = None
-    """None where the config does not compile to what fits, or is no longer legal."""
+    """None if the config does not compile to a kernel that fits, or is no longer legal."""
     after_us: float | None = None
     why: str
 
@@ -62,13 +62,13 @@ class Compiled:
 
     seconds: float | None
     objection: str
-    """Why the config may not be used; empty where it may."""
+    """Why the config may not be used; empty if it may."""
 
 
 def compiled(
     problem: AttentionProblem, spec: GpuSpec, kernel: Kernel, config: TileConfig
 ) -> Compiled:
-    """Return what compiling a config of a kernel gives."""
+    """Compile a config of a kernel; return its resources and verdict."""
     tiled = Tiled.of(kernel, problem, spec, config)
     try:
         built = verdict(tiled, aligned=True)
@@ -97,11 +97,11 @@ def why(before: Compiled, after: Compiled) -> str:
 
 def passes(kernels: tuple[Kernel, ...]) -> dict[Direction, tuple[Kernel, ...]]:
     """Return kernels by the pass that they belong to."""
-    found: dict[Direction, tuple[Kernel, ...]] = {}
+    by_direction: dict[Direction, tuple[Kernel, ...]] = {}
     for kernel in kernels:
         way = direction_of(kernel)
-        found[way] = (*found.get(way, ()), kernel)
-    return found
+        by_direction[way] = (*by_direction.get(way, ()), kernel)
+    return by_direction
 
 
 def lines(
@@ -110,7 +110,7 @@ def lines(
     """Return the lines of a problem, as values of a Row."""
     now = passes(kernels_of(problem, spec))
     then = passes(tuple(before))
-    found: list[dict[str, object]] = []
+    lines_of_problem: list[dict[str, object]] = []
     for way, kernels in now.items():
         others = then.get(way, ())
         for kernel in dict.fromkeys((*others, *kernels)):
@@ -130,8 +130,8 @@ def lines(
                     line["why"] = f"in the place of {' '.join(others) or 'nothing'}"
             else:
                 line["why"] = f"the pass is computed by {' '.join(kernels)}"
-            found.append(line)
-    return found
+            lines_of_problem.append(line)
+    return lines_of_problem
 
 
 def _us(seconds: float | None) -> float | None:
@@ -161,8 +161,8 @@ def main(
     done = same_values(read(out), ("compiled_for", "problem"))
     for name in gpu or dict.fromkeys(name for name, _ in chosen):
         spec = gpu_named(name)
-        for one in CATALOGUE:
-            problem = one.problem.normal()
+        for workload in CATALOGUE:
+            problem = workload.problem.normal()
             key = spec.name, problem.key
             if key not in chosen or key in done or most <= 0:
                 continue

@@ -97,7 +97,7 @@ class FirstResultRow(Environment):
     direction: str
     provider: str
     seconds: float | None
-    """Median over processes [seconds]; None where one of them failed."""
+    """Median over processes [seconds]; None if one of them failed."""
     slowest: float | None
     """Time of the slowest process [seconds]."""
     ratio: float | None
@@ -147,7 +147,7 @@ def rows(workload: str, *, repeats: int) -> Iterator[FirstResultRow]:
 
 
 def arguments(problem: AttentionProblem, bundle: Path, *, backward: bool) -> str:
-    """Return what a process is told, as plain numbers: to read a problem it would import tilegen,
+    """Return the arguments of a process as plain numbers: reading a problem would import tilegen
     before the clock starts."""
     sizes = {name: getattr(problem, name) for name in SIZES}
     dtype = str(TORCH_DTYPES[problem.dtype]).removeprefix("torch.")
@@ -197,7 +197,7 @@ def line(row: FirstResultRow) -> str:
 
 
 def _reason(error: subprocess.CalledProcessError | subprocess.TimeoutExpired) -> str:
-    """Return why a process gave no time, its own last words where it ended by itself."""
+    """Return the reason why a process gave no time: its last line, if it ended by itself."""
     if isinstance(error, subprocess.TimeoutExpired):
         return f"no result in {error.timeout:.0f} s"
     words = error.stderr.decode(errors="replace")

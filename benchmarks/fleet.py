@@ -75,7 +75,7 @@ def _work(storage: str, recorded: Path, own: Path, jobs: list[Job]) -> None:
 
 
 def wall_seconds(storage: str, workers: int, seconds: float) -> float:
-    """Return how long some workers take for the same trials, once they are ready to begin."""
+    """Measure how long some workers take for the same trials, once they are ready to begin."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         jobs = recordings(folder / "recorded", seconds)
@@ -153,15 +153,15 @@ def crowd(storage: str, workers: int, think: float, seconds: float) -> Iterator[
         ]
         for process in processes:
             assert process.wait() == 0
-        found = [json.loads(Path(folder, str(number)).read_text()) for number in range(PROCESSES)]
-    trials = sum(len(one["finish"]) for one in found)
+        members = [json.loads(Path(folder, str(number)).read_text()) for number in range(PROCESSES)]
+    trials = sum(len(one["finish"]) for one in members)
     who = f"{workers} workers over 1 proxy, trials of {think:g} s"
     yield _number(f"{who}: finished", trials / seconds, "1/s", "asked for", workers / think)
     for name in ("claim", "finish"):
-        times = [1e3 * took for one in found for took in one[name]]
+        times = [1e3 * took for one in members for took in one[name]]
         yield _number(f"{who}: {name}, median", statistics.median(times), "ms")
         yield _number(f"{who}: {name}, p99", statistics.quantiles(times, n=100)[98], "ms")
-    calls = sum(one["calls"] for one in found)
+    calls = sum(one["calls"] for one in members)
     yield _number(f"{who}: requests per trial", calls / max(1, trials), "")
 
 
@@ -181,7 +181,7 @@ def _proxy(storage: str) -> Iterator[str]:
 
 
 def member(url: str, workers: int, think: float, seconds: float, run: str, file: Path) -> None:
-    """Be a part of the crowd; write how long claims and results took."""
+    """Run a process of the crowd; write the latencies of claims and results."""
     job = Job(gpu=H200, kernel="fwd", problem=PROBLEMS[0])
     took: dict[str, list[float]] = {"claim": [], "finish": []}
     storage = open_storage(url)

@@ -83,7 +83,7 @@ def cases(*, tiny: bool) -> list[Case]:
     ]
 
 
-def measure(case: Case, its: Environment, *, threads: int, gib: float) -> Iterator[GenerateRow]:
+def measure(case: Case, machine: Environment, *, threads: int, gib: float) -> Iterator[GenerateRow]:
     """Yield the rows of a case, all attentions timed in turns."""
     device = "cuda" if has_gpu() else "cpu"
     lost: dict[str, Exception] = {}
@@ -94,11 +94,14 @@ def measure(case: Case, its: Environment, *, threads: int, gib: float) -> Iterat
         own = dict.fromkeys(ATTENTIONS, case)
         if case.way != "paged":  # whose attention goes over pages alone
             own["exact"] = replace(case, dtype="fp32")
-        for name, one in own.items():
+        for name, row_values in own.items():
             attention = "eager" if name == "exact" else name
             try:
                 worker = Worker(
-                    *(Generating, one, attention, device), gib=gib, device=device, threads=threads
+                    *(Generating, row_values, attention, device),
+                    gib=gib,
+                    device=device,
+                    threads=threads,
                 )
                 workers[name] = stack.enter_context(worker)
                 if name != "exact":
@@ -111,15 +114,20 @@ def measure(case: Case, its: Environment, *, threads: int, gib: float) -> Iterat
         if case.way != "paged" and not lost:
             given = runs["eager"][0].tokens
             logits = {name: worker.call("logits", given) for name, worker in workers.items()}
-    errors = {name: float(np.abs(one - logits["exact"]).max()) for name, one in logits.items()}
+    errors = {
+        name: float(np.abs(row_values - logits["exact"]).max())
+        for name, row_values in logits.items()
+    }
     for name in ATTENTIONS:
         known = {"case": case.key, "threads": threads, "attention": name}
         if name in lost:
             status = "does not fit" if isinstance(lost[name], DoesNotFit) else "failed"
-            yield with_environment(GenerateRow, its, status=status, detail=str(lost[name]), **known)
+            yield with_environment(
+                GenerateRow, machine, status=status, detail=str(lost[name]), **known
+            )
         else:
             values = _values(name, runs, errors)
-            yield with_environment(GenerateRow, its, status="ok", **known, **values)
+            yield with_environment(GenerateRow, machine, status="ok", **known, **values)
 
 
 def _values(
@@ -150,9 +158,9 @@ def _values(
 def same(tokens: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]) -> float:
     """Return the share of tokens before the first of each request that differs."""
     equal = 0
-    for one, other in zip(tokens, expected, strict=True):
-        pairs = zip(one, other, strict=True)
-        equal += next((i for i, (a, b) in enumerate(pairs) if a != b), len(one))
+    for left, other in zip(tokens, expected, strict=True):
+        pairs = zip(left, other, strict=True)
+        equal += next((i for i, (a, b) in enumerate(pairs) if a != b), len(left))
     return equal / sum(map(len, expected))
 
 
@@ -172,7 +180,7 @@ def main(
     require_transformers()
     path = out or RESULTS / gpu_folder() / "generate.csv"
     end = time.monotonic() + 60 * minutes
-    its = environment()
+    machine = environment()
     number = threads or torch.get_num_threads()
     if not gib:
         free = torch.cuda.mem_get_info()[0] if has_gpu() else memory.available()
@@ -185,7 +193,7 @@ def main(
         if time.monotonic() > end:
             left += 1
             continue
-        for row in measure(case, its, threads=number, gib=gib):
+        for row in measure(case, machine, threads=number, gib=gib):
             append(path, row)
             print(line(row), flush=True)
     if left:

@@ -57,7 +57,7 @@ LAST_SECONDS = 16.0
 
 
 def parts(out: Path) -> list[Part]:
-    """Return what is run, in order of importance of what would be lost without it."""
+    """Return the parts of the check, the most important first."""
     python = sys.executable
     # Most of the time goes into compiling, which each process of pytest does by itself. Neighbours
     # stay together, so that one process makes the bundle of a file.
@@ -168,7 +168,7 @@ def copy_trials(cache: Path, out: Path) -> None:
 
 
 def terminate(*_: object) -> NoReturn:
-    """Answer SIGTERM as Ctrl-C is answered: by an exception, so that every `finally` runs."""
+    """Turn SIGTERM into an exception like Ctrl-C's, so that every `finally` runs."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not break off the first
     sys.exit(128 + signal.SIGTERM)
 

@@ -45,9 +45,10 @@ def program(case: Case) -> list[str]:
 
 
 def profile(case: Case, *, timeout: float) -> list[Counted]:
-    """Return what was counted between the profiler's start and stop in the case's process.
+    """Count between the profiler's start and stop in the case's process.
 
-    Counters that this ncu does not know make it fail; then those that verdicts need have to do.
+    Counters that this ncu does not know make it fail; then only the counters that verdicts need are
+    used.
     """
     started = time.monotonic()
     options = ("--profile-from-start", "off")
@@ -130,8 +131,8 @@ def run_all(todo: list[Case], gpu: GpuSpec, out: Path, *, deadline: float) -> bo
     return not broken and not any(row.verdict == "fail" for row in rows)
 
 
-def _same_group(one: Case, other: Case | MeasureRow) -> bool:
-    return (one.experiment, one.group) == (other.experiment, other.group)
+def _same_group(case: Case, other: Case | MeasureRow) -> bool:
+    return (case.experiment, case.group) == (other.experiment, other.group)
 
 
 def _write_verdicts(path: Path, rows: list[MeasureRow], broken: Counter[str]) -> None:

@@ -1,11 +1,11 @@
-"""Cost of each layout of a paged cache to a decoding step: counted, predicted, and as the compiler
-has it; on an H200 the time of calls, too.
+"""The cost of each layout of a paged cache for a decoding step: counted, predicted, and by machine
+code; on an H200 also measured.
 
-    python -m benchmarks.layouts
+python -m benchmarks.layouts
 
-One row for each size of page and layout. Kernels take strides as arguments, so that all layouts of
-a size of page have one binary, and the model tells no two of them apart: rows of a layout differ in
-what is contiguous, which is counted here from the strides of a cache, and in the measured time.
+There is a row for each page size and layout. Strides are run-time arguments, so all layouts of a
+page size have one binary and one predicted time. Rows differ in contiguous bytes, counted here from
+the strides, and in the measured time.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ def cache_of(
 
 
 def contiguous(k: torch.Tensor) -> dict[str, Any]:
-    """Return what of a row says how keys (pages, page, heads, dim) lie, of the first head and page,
-    which starts a sector."""
+    """Return the row's fields about contiguity of keys (pages, page, heads, dim), for the first
+    head and page, which starts a sector."""
     size, (_, page, _, dim) = k.element_size(), k.shape
     row, stride = dim * size, k.stride(1) * size
     rows = (range(at * stride // SECTOR, -(-(at * stride + row) // SECTOR)) for at in range(page))
@@ -116,7 +116,7 @@ def contiguous(k: torch.Tensor) -> dict[str, Any]:
 
 @cache
 def predicted(problem: AttentionProblem) -> dict[str, Any]:
-    """Return what of a row is counted and predicted by the model, and the configs that it takes."""
+    """Return the row's fields that are counted and predicted by the model, and the configs."""
     spec = gpu(GPU)
     names = FORWARD["paged"].names
     best = {name: best_of(KernelTask.of(name, problem, spec)) for name in names}
@@ -133,34 +133,35 @@ def predicted(problem: AttentionProblem) -> dict[str, Any]:
 
 @cache
 def compiled(problem: AttentionProblem) -> dict[str, Any]:
-    """Return what of a row the compiler says, of the kernel that reads pages; times are of all."""
+    """Return the row's fields from the compiler, for the kernel that reads pages; times are of all
+    kernels."""
     spec = gpu(GPU)
     first: dict[str, Any] = {}
     seconds = 0.0
     for name in FORWARD["paged"].names:
         config = best_of(KernelTask.of(name, problem, spec)).config
         tiled = Tiled.of(name, problem, spec, config)
-        found = _compiled(tiled)
-        seconds += time_as_compiled(tiled, found).seconds
-        code = found.step_code
+        build = _compiled(tiled)
+        seconds += time_as_compiled(tiled, build).seconds
+        code = build.step_code
         first = first or {
-            "registers": found.registers,
-            "spill_bytes": found.spill_bytes,
+            "registers": build.registers,
+            "spill_bytes": build.spill_bytes,
             "instructions": code.instructions if code else 0,
         }
     return {**first, "compiled_us": 1e6 * seconds}
 
 
 def _compiled(tiled: Tiled) -> Any:
-    found = verdict(tiled, aligned=True)
-    if isinstance(found, BuildFailed):
-        raise found
-    return found
+    verdicts = verdict(tiled, aligned=True)
+    if isinstance(verdicts, BuildFailed):
+        raise verdicts
+    return verdicts
 
 
 def measured(problem: AttentionProblem, layout: str, device: str = "cuda") -> float | None:
-    """Return the microseconds of a call over a cache whose pages are in no order; None where the
-    call fails."""
+    """Return the microseconds of a call over a cache whose pages are in no order; None if the call
+    fails."""
     each = math.ceil(problem.seqlen_kv / problem.page)
     k, v = cache_of(layout, problem.page, problem.batch * each, problem, device)
     k.normal_()
@@ -172,7 +173,7 @@ def measured(problem: AttentionProblem, layout: str, device: str = "cuda") -> fl
 
 
 def is_here() -> bool:
-    """Whether the GPU that rows are of is at hand: no other's times may stand in them."""
+    """Return True if the rows' GPU is at hand: no other GPU's times may be in them."""
     here = detect() if has_gpu() else None
     return here is not None and here.name == GPU
 
@@ -213,11 +214,11 @@ def main(out: Annotated[Path, typer.Option(help="File for the table; replaced.")
 
     Example: python -m benchmarks.layouts
     """
-    found: list[Row] = []
+    lines: list[Row] = []
     for row in rows():
-        found.append(row)
+        lines.append(row)
         print(line(row), flush=True)
-        write(out, found)
+        write(out, lines)
 
 
 if __name__ == "__main__":

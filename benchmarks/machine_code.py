@@ -51,7 +51,7 @@ class Compiled:
     seconds: float
     usable: bool
     hidden: bool
-    """True: a tuner would not try it."""
+    """True if a tuner would not try it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,14 +85,14 @@ class Row(Environment):
 
 def neighbours(config: TileConfig, kernel: Kernel) -> list[TileConfig]:
     """Return the configs that differ by one step of one of a kernel's knobs."""
-    knobs, found = KERNELS[kernel].knobs, []
+    knobs, configs = KERNELS[kernel].knobs, []
     for field in fields(knobs):
         values: tuple[int, ...] = getattr(knobs, field.name)
         if field.name == "block_m":  # of each of the heads of a tile
             values = tuple(one // config.heads for one in values if one >= config.heads)
         at = values.index(getattr(config, field.name))
-        found += [replace(config, **{field.name: one}) for one in values[max(0, at - 1) : at + 2]]
-    return [one for one in found if one != config]
+        configs += [replace(config, **{field.name: one}) for one in values[max(0, at - 1) : at + 2]]
+    return [one for one in configs if one != config]
 
 
 def neighbourhood(
@@ -108,12 +108,12 @@ def neighbourhood(
         for one in neighbours(chosen, kernel)
         if near and estimate(task.tiled(one)).seconds <= longest
     ]
-    found: list[Compiled] = []
+    compiled: list[Compiled] = []
     for config in (chosen, *others):
         built = verdict(task.tiled(config), aligned=True)
         if isinstance(built, BuildFailed) or built.shared_bytes > spec.smem_per_block:
             continue
-        found.append(
+        compiled.append(
             Compiled(
                 config=config,
                 built=built,
@@ -122,7 +122,7 @@ def neighbourhood(
                 hidden=config not in tried,
             )
         )
-    return found
+    return compiled
 
 
 def row(problem: AttentionProblem, spec: GpuSpec, kernel: Kernel, *, near: bool) -> Row:
@@ -164,8 +164,8 @@ def _wanted(
 ) -> Iterator[tuple[GpuSpec, AttentionProblem, Kernel]]:
     for name in names:
         spec = gpu_named(name)
-        for one in problems:
-            problem = one.normal()
+        for wanted in problems:
+            problem = wanted.normal()
             for kernel in kernels_of(problem, spec):
                 yield spec, problem, kernel
 
@@ -187,17 +187,17 @@ def main(
     """
     done = same_values(read(out), ("compiled_for", "problem", "kernel"))
     left = most
-    asked = [one.problem for one in CATALOGUE]
+    asked = [wanted.problem for wanted in CATALOGUE]
     if problem:
         asked = list(map(AttentionProblem.parse, problem))
-    for spec, one, kernel in _wanted(gpu or ["h200"], asked):
-        if (spec.name, one.key, kernel) in done or left <= 0:
+    for spec, wanted, kernel in _wanted(gpu or ["h200"], asked):
+        if (spec.name, wanted.key, kernel) in done or left <= 0:
             continue
-        done.add((spec.name, one.key, kernel))
-        line = row(one, spec, kernel, near=near)
+        done.add((spec.name, wanted.key, kernel))
+        line = row(wanted, spec, kernel, near=near)
         append(out, line)
         left -= 1
-        print(f"{spec.name} {one.key} {kernel} {line.config} {line.static_us} us {line.better}")
+        print(f"{spec.name} {wanted.key} {kernel} {line.config} {line.static_us} us {line.better}")
 
 
 if __name__ == "__main__":

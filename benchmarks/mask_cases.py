@@ -29,7 +29,7 @@ class Case:
     captured: Callable[[int], Any] = lambda seqlen: None
     """Return the tensor that a mask of this length captures, on the CPU."""
     is_closed: bool = False
-    """Whether tilegen needs no lists, only ranges in closed form."""
+    """True if tilegen needs no lists, only ranges in closed form."""
 
 
 def cases() -> dict[str, Case]:

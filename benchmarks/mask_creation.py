@@ -52,7 +52,7 @@ class Creation:
     """Peak of memory while the mask is made again, over the use before [bytes]. On a CPU, what the
     process has not given back is not seen: coarse below some megabytes."""
     live_tiles: int | None = None
-    """Number of tiles that are visited; empty where no count is needed."""
+    """Number of tiles that are visited; empty if no count is needed."""
     detail: str = ""
 
 
@@ -85,7 +85,7 @@ def maker(case: Case, provider: Provider, seqlen: int, device: str) -> Callable[
 
 
 def form(case: Case, provider: Provider) -> str:
-    """Return what a provider's mask is."""
+    """Return the form of a provider's mask: closed form, lists or a BlockMask."""
     if provider != "tilegen":
         return "BlockMask"
     return "closed form" if case.is_closed else "lists"
@@ -95,11 +95,11 @@ def _closed_form() -> Callable[[], Made]:
     from tilegen.masks import sliding_window
     from tilegen.masks.tiles import closed_form
 
-    kept = [one for one in vars(closed_form).values() if hasattr(one, "cache_clear")]
+    kept = [function for function in vars(closed_form).values() if hasattr(function, "cache_clear")]
 
     def make() -> Made:
-        for one in kept:
-            one.cache_clear()
+        for function in kept:
+            function.cache_clear()
         for side in ("rows", "columns"):
             closed_form.stream_sets(sliding_window(WINDOW - 1, 0), side)
         return Made(bytes=0, live_tiles=None)  # expressions, compiled into the kernel
@@ -153,7 +153,7 @@ def _block_mask(
 
 
 def measure(case: Case, provider: Provider, seqlen: int, device: str) -> Creation:
-    """Return what it costs here to make a mask, or why it could not be made."""
+    """Measure time and memory of making a mask, or return why it could not be made."""
     import torch
 
     def run() -> tuple[float, Made]:
@@ -208,7 +208,7 @@ def _serve(name: str, provider: Provider, lengths: list[int], gib: float, out: C
     """Send a Creation for one length after the other."""
     import torch
 
-    torch.set_num_threads(1)  # or threads wait for each other on a machine that others use
+    torch.set_num_threads(1)  # on a shared machine, threads would wait for each other
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     case = cases()[name]
@@ -222,9 +222,9 @@ def _serve(name: str, provider: Provider, lengths: list[int], gib: float, out: C
 def creations(
     name: str, provider: Provider, lengths: list[int], *, seconds: float, gib: float
 ) -> Iterator[tuple[int, Creation]]:
-    """Yield what each length costs, measured in a process of its own, within limits.
+    """Yield time and memory for each length, measured in a separate process with limits.
 
-    After one that did not work, longer ones are not tried.
+    After a length that failed, longer ones are not tried.
     """
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe(duplex=False)

@@ -124,27 +124,27 @@ class Attention:
         return eager
 
 
-def measure(mask: str, seqlen: int, attention: str, its: Environment, gib: float) -> MemoryRow:
+def measure(mask: str, seqlen: int, attention: str, machine: Environment, gib: float) -> MemoryRow:
     """Return the row of a case, computed in a process of its own."""
     device = "cuda" if has_gpu() else "cpu"
     known = {"mask": mask, "seqlen": seqlen, "attention": attention, "limit_gib": gib}
     if (reason := _too_long(mask, seqlen, attention, device)) is not None:
-        return with_environment(MemoryRow, its, status="not tried", detail=reason, **known)
+        return with_environment(MemoryRow, machine, status="not tried", detail=reason, **known)
     threads = torch.get_num_threads()
     try:
         with Worker(
             Attention, attention, mask, device, gib=gib, device=device, threads=threads
         ) as w:
             return with_environment(
-                MemoryRow, its, status="ok", **known, **w.call("measured", seqlen)
+                MemoryRow, machine, status="ok", **known, **w.call("measured", seqlen)
             )
     except (DoesNotFit, Failed) as error:
         status = "does not fit" if isinstance(error, DoesNotFit) else "failed"
-        return with_environment(MemoryRow, its, status=status, detail=str(error), **known)
+        return with_environment(MemoryRow, machine, status=status, detail=str(error), **known)
 
 
 def _too_long(mask: str, seqlen: int, attention: str, device: str) -> str | None:
-    """Return why a case is not tried, None if it is."""
+    """Return the reason why a case is not tried; None if it is."""
     pairs = seqlen * (WINDOW if mask == "window" and attention == "tilegen" else seqlen)
     if device == "cpu" and pairs > MOST_PAIRS_ON_CPU:
         return f"{pairs / 1e9:.0f} billion pairs take minutes on a CPU"
@@ -172,7 +172,7 @@ def main(
         figures.save_memory(read(path), path)
         return
     end = time.monotonic() + 60 * minutes
-    its = environment()
+    machine = environment()
     if not gib:
         free = torch.cuda.mem_get_info()[0] if has_gpu() else memory.available()
         gib = 0.75 * free / memory.GIB
@@ -186,7 +186,7 @@ def main(
         if time.monotonic() > end:
             left += 1
             continue
-        row = measure(mask, seqlen, attention, its, gib)
+        row = measure(mask, seqlen, attention, machine, gib)
         append(path, row)
         what = f"{row.peak_mib:9.1f} MiB" if row.status == "ok" else row.detail
         print(f"{mask:7} {seqlen:8} {attention:8} {row.status:12} {what}", flush=True)

@@ -72,7 +72,7 @@ class Asked:
 
 
 def asked(arch: str, top: int) -> Iterable[Asked]:
-    """Return what the catalogue asks of one architecture."""
+    """Return the catalogue's lines for one architecture."""
     spec = gpu_for(arch)
     wanted: list[tuple[str, AttentionProblem, tuple[Kernel, ...]]] = [
         (one.name, one.problem, kernels_of(one.problem, spec)) for one in CATALOGUE
@@ -85,28 +85,28 @@ def asked(arch: str, top: int) -> Iterable[Asked]:
             yield Asked(name, problem, kernel, spec, rendered)
 
 
-def judge(one: Asked, outcome: dict[str, CompiledKernel | BuildFailed]) -> ProposalRow:
+def judge(line: Asked, outcome: dict[str, CompiledKernel | BuildFailed]) -> ProposalRow:
     """Return the row of compiled proposals; `outcome` is by digest."""
     spills, errors, taken = list[int | None](), [0], list[bool]()
-    for candidate, rendered in one.ranked:
+    for candidate, rendered in line.ranked:
         result = outcome[rendered.digest]
         if isinstance(result, BuildFailed):
             spills.append(None)
             taken.append(False)
             continue
         used = result.resources
-        fits = used.shared_bytes <= one.gpu.smem_per_block
+        fits = used.shared_bytes <= line.gpu.smem_per_block
         spills.append(used.spill_bytes if fits else None)
-        taken.append(acceptable(used, one.gpu))
+        taken.append(acceptable(used, line.gpu))
         errors.append(abs(used.shared_bytes - candidate.estimate.smem_bytes))
     return with_environment(
         ProposalRow,
         environment(),
-        workload=one.workload,
-        problem=one.problem.key,
-        kernel=one.kernel,
-        arch=one.gpu.arch,
-        configs=" ".join(candidate.config.key for candidate, _ in one.ranked),
+        workload=line.workload,
+        problem=line.problem.key,
+        kernel=line.kernel,
+        arch=line.gpu.arch,
+        configs=" ".join(candidate.config.key for candidate, _ in line.ranked),
         spill_bytes=" ".join("-" if spill is None else str(spill) for spill in spills),
         smem_error=max(errors),
         first_legal=taken[0],

@@ -29,12 +29,12 @@ class Provider:
     prepare: Callable[[AttentionProblem, str], Attention]
     """Function of the problem and the device that returns what is timed."""
     rows_first: bool = False
-    """True for a provider that wants (batch, seqlen, heads, head_dim) in memory; it gets transposed
-    views of that."""
+    """True if the provider needs (batch, seqlen, heads, head_dim) in memory; it gets transposed
+    views of such tensors."""
     describe: Callable[[AttentionProblem, Direction], str] = lambda problem, direction: ""
     """Function that returns what runs on the GPU at hand, where the name does not say it."""
     slow_to_start: bool = False
-    """True for a provider that compiles for long before the first result: it is measured last."""
+    """True if the provider compiles for long before the first result: it is measured last."""
 
 
 def providers() -> tuple[Provider, ...]:
@@ -63,8 +63,8 @@ def _tilegen(problem: AttentionProblem, device: str) -> Attention:
 
 
 def _tilegen_configs(problem: AttentionProblem, direction: Direction) -> str:
-    """Return the configs that `attention` uses, and whether somebody measured them; or the library
-    that computes instead."""
+    """Return the configs that `attention` uses, and whether they were measured; or the library that
+    computes instead."""
     from tilegen.gpus.spec import detect
     from tilegen.pipeline import choose
 

@@ -21,13 +21,13 @@ def quantile_fit(features: Array, values: Array, at_least: Array) -> list[float]
     """
     scale = np.maximum(features.max(axis=0), 1e-9)
     columns = features / scale
-    found = np.full(columns.shape[1], values.mean() / columns.shape[1])
+    coefficients = np.full(columns.shape[1], values.mean() / columns.shape[1])
     for _ in range(400):
-        error = values - columns @ found
+        error = values - columns @ coefficients
         weight = np.where(error > 0, QUANTILE, (1 - QUANTILE) * ~at_least)
         weight /= np.maximum(np.abs(error), 4.0)
         for i, column in enumerate(columns.T):
-            rest = values - columns @ found + column * found[i]
+            rest = values - columns @ coefficients + column * coefficients[i]
             curvature = (weight * column * column).sum() + RIDGE
-            found[i] = max(0.0, (weight * column * rest).sum() / curvature)
-    return [round(float(value), 3) for value in found / scale]
+            coefficients[i] = max(0.0, (weight * column * rest).sum() / curvature)
+    return [round(float(value), 3) for value in coefficients / scale]

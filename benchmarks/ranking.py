@@ -51,9 +51,9 @@ class Ranking:
         return self.predicted[self.best] / self.measured[self.best]
 
 
-def spearman(one: Sequence[float], other: Sequence[float]) -> float:
-    """Return the rank correlation of two lists, 0 where one of them is constant."""
-    a, b = (_ranks(values) for values in (one, other))
+def spearman(numbers: Sequence[float], other: Sequence[float]) -> float:
+    """Return the rank correlation of two lists, 0 if one of them is constant."""
+    a, b = (_ranks(values) for values in (numbers, other))
     a, b = a - a.mean(), b - b.mean()
     size = float(np.sqrt((a**2).sum() * (b**2).sum()))
     return float((a * b).sum()) / size if size else 0.0

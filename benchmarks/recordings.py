@@ -84,7 +84,7 @@ class Recording:
         return f"{self.session.kernel} of '{self.session.problem}' on {self.session.gpu}"
 
     def distinct(self) -> Recording:
-        """Return the same with one config for each binary: others timed nothing of their own."""
+        """Return the recording with one config per binary: others timed nothing of their own."""
         again = {c for group in self.one_binary() for c in group[1:]}
         kept = {config: trial for config, trial in self.trials.items() if config not in again}
         return replace(self, trials=kept)
@@ -94,7 +94,7 @@ class Recording:
         return of_one_binary(self.trials.values())
 
     def as_tuned(self) -> dict[TileConfig, Measurement]:
-        """Return what the tuner would have seen: it does not time kernels that spill much."""
+        """Return the recording as the tuner would see it: without kernels that spill much."""
         return {
             config: as_tuned(trial.measurement, trial.spill_bytes)
             for config, trial in self.trials.items()
@@ -102,8 +102,8 @@ class Recording:
 
     def times(self) -> dict[TileConfig, float]:
         """Return the median us of the configs that the tuner can choose from."""
-        found = {config: one.median_us for config, one in self.as_tuned().items()}
-        return {config: us for config, us in found.items() if us is not None}
+        medians = {config: one.median_us for config, one in self.as_tuned().items()}
+        return {config: us for config, us in medians.items() if us is not None}
 
 
 class Replayed:
@@ -125,14 +125,14 @@ class Recorder:
         self._path, self._session, self._opened = path, session, False
         self.trials: dict[TileConfig, Trial] = {}
         with contextlib.suppress(FileNotFoundError, InvalidRecord):  # or killed before it began
-            found = read(path)
-            if found.session.conditions == session.conditions:
-                self.trials = found.trials
+            rows = read(path)
+            if rows.session.conditions == session.conditions:
+                self.trials = rows.trials
 
     def todo(self, space: list[TileConfig]) -> list[TileConfig]:
-        """Return what is left to be timed, in a random but fixed order.
+        """Return the configs left to be timed, in a random but fixed order.
 
-        So that a recording that was cut short is a sample, whatever the model thinks.
+        A recording that was cut short is thus a sample that does not depend on the model.
         """
         order = sorted(space)
         random.Random(0).shuffle(order)
@@ -171,7 +171,7 @@ def read(path: Path) -> Recording:
 
     Raises InvalidRecord for a file that is no recording.
     """
-    found: Recording | None = None
+    recording: Recording | None = None
     for line in path.read_bytes().split(b"\n"):
         try:
             fields = parse_json(line.decode("utf-8"))
@@ -179,15 +179,15 @@ def read(path: Path) -> Recording:
             continue
         if "recording" in fields.values:
             session = _session(fields)
-            same = found is not None and found.session.conditions == session.conditions
-            trials = found.trials if found is not None and same else {}
-            found = Recording(session=session, trials=trials)
-        elif found is not None:
+            same = recording is not None and recording.session.conditions == session.conditions
+            trials = recording.trials if recording is not None and same else {}
+            recording = Recording(session=session, trials=trials)
+        elif recording is not None:
             trial = _trial(fields)
-            found.trials[trial.config] = trial
-    if found is None:
+            recording.trials[trial.config] = trial
+    if recording is None:
         raise InvalidRecord(f"expected a recording in {str(path)!r}, found no line that opens one")
-    return found
+    return recording
 
 
 def _header(session: Session) -> dict[str, Any]:

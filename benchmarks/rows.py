@@ -43,8 +43,8 @@ class Row(Environment):
     p80_us: float | None = None
     repeats: int = 0
     digest: str = ""
-    """Digests of the binaries that were timed, with spaces between; empty where they are not known,
-    as a library's are not."""
+    """Digests of the binaries that were timed, with spaces between; empty if they are not known, as
+    a library's are not."""
     tflops: float | None = None
     """Flops of the kept pairs over the median [1e12/s]; benchmarks/arithmetic.py counts them."""
     gbytes_per_s: float | None = None
@@ -88,9 +88,11 @@ def append(path: Path, row: Any) -> None:
     Unsupported for a file with other columns."""
     path.parent.mkdir(parents=True, exist_ok=True)
     before = path.read_bytes() if path.exists() else b""
-    head, its = before.partition(b"\n")[0].decode(errors="replace"), ",".join(columns(type(row)))
-    if before and head != its:
-        raise Unsupported(f"expected the columns {its} in {path}, found {head}; name another file")
+    head, header = before.partition(b"\n")[0].decode(errors="replace"), ",".join(columns(type(row)))
+    if before and head != header:
+        raise Unsupported(
+            f"expected the columns {header} in {path}, found {head}; name another file"
+        )
     with path.open("a", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, columns(type(row)), lineterminator="\n")
         if not before:

@@ -124,7 +124,7 @@ def refusal(error: Exception) -> Status | None:
 
 
 def check_and_time(case: Case, seconds: float) -> tuple[Verdict, Measurement]:
-    """Return whether the case's results are right, and how long they take."""
+    """Check the case's results and time them."""
     import torch
 
     from benchmarks.check import check, make_inputs
@@ -144,9 +144,9 @@ def check_and_time(case: Case, seconds: float) -> tuple[Verdict, Measurement]:
     def backward() -> tuple[torch.Tensor, ...]:
         return torch.autograd.grad(out, leaves, inputs.dout, retain_graph=True)
 
-    found = dict(zip(("dq", "dk", "dv"), backward(), strict=True))
-    verdict = check(problem, inputs, found)
-    del found  # makes room for the gradients of the timed runs
+    outputs = dict(zip(("dq", "dk", "dv"), backward(), strict=True))
+    verdict = check(problem, inputs, outputs)
+    del outputs  # makes room for the gradients of the timed runs
     return verdict, measure(backward, seconds=seconds)
 
 
@@ -187,7 +187,7 @@ def run(
 
 
 def line(row: Row) -> str:
-    """Return what the terminal shows of a row."""
+    """Format a row for the terminal."""
     what = f"{row.workload:26} {row.direction:8} {row.provider:18}"
     if row.median_us is None:
         return f"{what} {row.status}: {row.detail}"

@@ -107,7 +107,7 @@ def _waiting(function: Function, device: str) -> Function:
 
 
 def measure(
-    seqlen: int, heads: int, dtype: str, share: float, its: Environment, seconds: float
+    seqlen: int, heads: int, dtype: str, share: float, machine: Environment, seconds: float
 ) -> Iterator[SparseRow]:
     """Yield the rows of one layout."""
     device = "cuda" if has_gpu() else "cpu"
@@ -115,7 +115,7 @@ def measure(
         for attention, timing in timed_in_turns(functions, seconds=seconds).items():
             yield with_environment(
                 SparseRow,
-                its,
+                machine,
                 seqlen=seqlen,
                 heads=heads,
                 dtype=dtype,
@@ -156,7 +156,7 @@ def main(
         figures.save_sparse(read(path), path)
         return
     end = time.monotonic() + 60 * minutes
-    its = environment()
+    machine = environment()
     done = same_values(read(path), ("seqlen", "dtype", "share", "direction", "attention"))
     cases = [(n, dtype, share) for n in length or LENGTHS for dtype in DTYPES for share in SHARES]
     left = 0
@@ -167,7 +167,7 @@ def main(
             left += 1
             continue
         heads = ON_GPU if has_gpu() else LENGTHS.get(seqlen, 1)
-        for row in measure(seqlen, heads, dtype, share, its, seconds):
+        for row in measure(seqlen, heads, dtype, share, machine, seconds):
             append(path, row)
             where = f"{row.seqlen} {row.dtype} {row.direction:8} {row.share:6.4f}"
             print(

@@ -15,7 +15,7 @@ from tilegen import cpu
 
 
 class StandInDriver:
-    """A driver as Triton asks for one, which notes launches where `notes` is set."""
+    """A driver for Triton, which notes launches if `notes` is set."""
 
     def __init__(self, *, notes: bool) -> None:
         self.launches: list[tuple[Any, ...]] = []

@@ -43,10 +43,10 @@ REPEATS = 20
 
 def problems(count: int) -> list[AttentionProblem]:
     """Return that many buckets, all of one GPU and kernel: the largest folder there can be."""
-    one = AttentionProblem.parse("hq8 hkv8 q64 d128 bf16 causal")
+    problem = AttentionProblem.parse("hq8 hkv8 q64 d128 bf16 causal")
     sizes = itertools.product(range(1, 26), range(10), range(20), range(20))
     return [
-        replace(one, num_heads_q=8 * h, batch=1 << b, seqlen_q=1 << q, seqlen_kv=1 << kv)
+        replace(problem, num_heads_q=8 * h, batch=1 << b, seqlen_q=1 << q, seqlen_kv=1 << kv)
         for h, b, q, kv in itertools.islice(sizes, count)
     ]
 

@@ -117,12 +117,12 @@ def _benchmarks(path: Path) -> str:
 
 def _one_binary(rows: Sequence[dict[str, str]]) -> Iterator[str]:
     """Yield a line for binaries that were timed under several names in one case."""
-    found: dict[tuple[str, ...], dict[str, None]] = {}
+    by_digest: dict[tuple[str, ...], dict[str, None]] = {}
     for row in rows:
         if digest := row.get("digest"):  # which older rows lack
             name = " ".join(filter(None, (row["provider"], row["detail"])))
-            found.setdefault((row["workload"], row["direction"], digest), {})[name] = None
-    for (workload, direction, digest), names in found.items():
+            by_digest.setdefault((row["workload"], row["direction"], digest), {})[name] = None
+    for (workload, direction, digest), names in by_digest.items():
         if len(names) > 1:
             yield f"{workload} {direction}: one binary ({digest}) was timed as {'; '.join(names)}."
 

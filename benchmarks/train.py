@@ -57,7 +57,7 @@ ON_CPU = (
     "gpt2 b1 q1024 bf16 checkpointing", "llama b1 q2048 bf16 compile",
     "classifier b1 q2048 fp32 plain",
 )  # fmt: skip
-"""Cases on a CPU, the most wanted first."""
+"""Cases on a CPU, the most important first."""
 ON_GPU = (
     "gpt2 b16 q1024 bf16 plain", "gpt2 b8 q4096 bf16 documents", "bert-large b32 q512 bf16 plain",
     "llama b8 q4096 bf16 window", "classifier b4 q16384 bf16 plain", "path-x b8 q16384 bf16 plain",
@@ -130,7 +130,7 @@ def parse(text: str) -> Case:
 def measure(
     case: Case,
     attentions: Sequence[str],
-    its: Environment,
+    machine: Environment,
     *,
     threads: int,
     gib: float,
@@ -144,7 +144,7 @@ def measure(
         if "ValueError" in str(error):
             status = "unsupported"
         return with_environment(
-            TrainRow, its, attention=attention, status=status, detail=str(error), **known
+            TrainRow, machine, attention=attention, status=status, detail=str(error), **known
         )
 
     lost: dict[str, Exception] = {}
@@ -184,13 +184,13 @@ def measure(
             yield missing(attention, lost[attention])
         elif reason := why_not(attention, device):
             yield with_environment(
-                TrainRow, its, attention=attention, status="unsupported", detail=reason, **known
+                TrainRow, machine, attention=attention, status="unsupported", detail=reason, **known
             )
         else:
             values = _values(attention, times, ends, case)
             values["detail"] = path_of_calls() if attention == "tilegen" else ""
             yield with_environment(
-                TrainRow, its, attention=attention, status="ok", **known, **values
+                TrainRow, machine, attention=attention, status="ok", **known, **values
             )
 
 
@@ -278,25 +278,25 @@ def main(
         return
     require_transformers()
     end = time.monotonic() + 60 * minutes
-    its = environment()
+    machine = environment()
     number = threads or torch.get_num_threads()
     if not gib:
         free = torch.cuda.mem_get_info()[0] if has_gpu() else memory.available()
         gib = free / memory.GIB / 2
     chosen = [parse(text) for text in case or (TINY if tiny else ON_GPU if has_gpu() else ON_CPU)]
     if not (case or tiny):
-        losses(path.with_name("losses.csv"), attentions, its)
+        losses(path.with_name("losses.csv"), attentions, machine)
     done = same_values(read(path), ("case", "threads", "attention"))
     left = 0
-    for one in progress(chosen, describe=lambda one: one.key):
-        wanted = [name for name in attentions if (one.key, str(number), name) not in done]
+    for chosen_case in progress(chosen, describe=lambda chosen_case: chosen_case.key):
+        wanted = [name for name in attentions if (chosen_case.key, str(number), name) not in done]
         if not wanted:
             continue
         if time.monotonic() > end:
             left += 1
             continue
         # Ratios are between attentions of one run: a case is done as a whole.
-        for row in measure(one, attentions, its, threads=number, gib=gib):
+        for row in measure(chosen_case, attentions, machine, threads=number, gib=gib):
             append(path, row)
             print(line(row), flush=True)
     if left:
@@ -304,14 +304,14 @@ def main(
 
 
 def losses(
-    path: Path, attentions: Sequence[str], its: Environment, cases: Sequence[Case] = OF_LOSSES
+    path: Path, attentions: Sequence[str], machine: Environment, cases: Sequence[Case] = OF_LOSSES
 ) -> None:
     """Compare the losses of small models, where the result file does not have them yet."""
     device = "cuda" if has_gpu() else "cpu"
     both = [replace(one, dtype=dtype) for one in cases for dtype in ("fp32", "bf16")]
     done = same_values(read(path), ("case",))
     for case in progress([one for one in both if (one.key,) not in done], describe=_key):
-        for row in compare(case, attentions, its, device):
+        for row in compare(case, attentions, machine, device):
             append(path, row)
             print(loss_line(row), flush=True)
 

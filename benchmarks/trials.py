@@ -97,13 +97,13 @@ def main(
     judged = judge(folder, compiled=compiled)
     print("| kernel | problem | timed | first of the model | regret | best | correlation | ratio |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    for one in judged:
+    for judgement in judged:
         print(
-            f"| {one.task.kernel} | {one.task.problem.key} | {len(one.measured)} "
-            f"| {one.first.key} | {one.regret:.1%} | {one.best.key} "
-            f"| {one.correlation:.2f} | {one.ratio:.2f} |"
+            f"| {judgement.task.kernel} | {judgement.task.problem.key} | {len(judgement.measured)} "
+            f"| {judgement.first.key} | {judgement.regret:.1%} | {judgement.best.key} "
+            f"| {judgement.correlation:.2f} | {judgement.ratio:.2f} |"
         )
-    regrets = [one.regret for one in judged]
+    regrets = [judgement.regret for judgement in judged]
     print(f"\nregret: median {statistics.median(regrets):.1%}, worst {max(regrets):.1%}")
 
 

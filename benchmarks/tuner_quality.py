@@ -102,7 +102,7 @@ def ranking(recording: Recording) -> list[Candidate]:
 def order(
     recording: Recording, candidates: Sequence[Candidate], strategy: Strategy, seed: int
 ) -> list[TileConfig]:
-    """Return which configs a strategy measures, in order: as many as the largest budget."""
+    """Return the configs that a strategy measures, in order: as many as the largest budget."""
     space = sorted(recording.trials)
     random.Random(seed).shuffle(space)
     if strategy == "random":
@@ -134,11 +134,11 @@ def regrets(timings: dict[TileConfig, Measurement], tried: Sequence[TileConfig])
     times = {config: one.median_us for config, one in timings.items() if one.median_us is not None}
     best = min(times.values())
     trials = {config: Trial(config=config, measurement=timings[config]) for config in tried}
-    found: list[float] = []
+    values: list[float] = []
     for budget in BUDGETS:
         picked = pick({config: trials[config] for config in tried[:budget]})
-        found.append(float("inf") if picked is None else times[picked] / best - 1)
-    return found
+        values.append(float("inf") if picked is None else times[picked] / best - 1)
+    return values
 
 
 def judge(recording: Recording, seeds: int) -> list[QualityRow]:
@@ -183,7 +183,7 @@ def quantile(values: Iterable[float], share: float) -> float:
 
 
 def table(rows: Sequence[QualityRow]) -> Iterator[str]:
-    """Yield what the terminal shows: medians over the recordings of each source."""
+    """Yield the lines for the terminal: medians over the recordings of each source."""
     heads = "".join(f"{f'{budget} trials':>18}" for budget in BUDGETS)
     for source in dict.fromkeys(row.source for row in rows):
         mine = [row for row in rows if row.source == source]
@@ -210,10 +210,10 @@ def load(paths: Sequence[Path]) -> Iterator[Recording]:
     configs were one binary."""
     for path in paths:
         try:
-            found = read(path)
-            for configs in found.one_binary():
+            recording_ = read(path)
+            for configs in recording_.one_binary():
                 print(f"{path}: {one_binary_line(configs)}", flush=True)
-            recording = found.distinct()
+            recording = recording_.distinct()
             ranking(recording)
         except TilegenError as error:
             print(f"{path}: {error}", flush=True)

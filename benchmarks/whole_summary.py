@@ -84,10 +84,10 @@ def tables(folder: Path) -> dict[str, str]:
 
 def by_case(rows: Sequence[Row]) -> dict[tuple[str, str], Case]:
     """Return rows by case and number of threads, and by attention."""
-    found: dict[tuple[str, str], Case] = defaultdict(dict)
+    grouped: dict[tuple[str, str], Case] = defaultdict(dict)
     for row in rows:
-        found[row["case"], row.get("threads", "")][row["attention"]] = row
-    return found
+        grouped[row["case"], row.get("threads", "")][row["attention"]] = row
+    return grouped
 
 
 def training(rows: Sequence[Row]) -> str:

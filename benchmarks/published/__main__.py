@@ -36,13 +36,13 @@ FITTED = ("rates.tensor_efficiency", "rates.step_clk", "rates.spilled")
 
 
 def in_absolute_terms(sweep: Sweep) -> bool:
-    """True for sweeps whose times are those of the kernels alone: the backward's hold what PyTorch
-    does around them, and short ones the time of launching."""
+    """True if a sweep's times are of kernels alone: those of the backward include PyTorch's work
+    around them, and short ones include launches."""
     return len(sweep.kernels) == 1 and sweep.length > 512
 
 
 def judge_sweeps(sweeps: Sequence[Sweep], out: Path, *, fitting: bool) -> None:
-    """Judge the model as it is, then with constants fitted to other sweeps."""
+    """Judge the model unchanged, then with constants fitted to other sweeps."""
     for compiled, name, file in (
         (False, "registers predicted for tilegen's kernels", "sweeps_predicted"),
         (True, "registers of the published kernels", "sweeps"),
@@ -86,16 +86,16 @@ def main(
             *ibm.winners(data / "ibm-vllm-triton-backend"),
         ]
         print("Winners of searches, in the model's order:")
-        winners = [verdict for one in tables if (verdict := judge_winners(one))]
+        winners = [verdict for point in tables if (verdict := judge_winners(point))]
         print(*report.winner_lines(winners), sep="\n")
         report.write(out / "winners.csv", winners, stride=stride)
         points = [*ibm.timed(data / "ibm-vllm-triton-backend"), *curves.points(data)]
         envelope = []
-        for one in points:
+        for point in points:
             try:
-                envelope.append(judge_point(one))
+                envelope.append(judge_point(point))
             except Unsupported as error:
-                print(f"  left out: {one.problem}: {error}")
+                print(f"  left out: {point.problem}: {error}")
         print("Times of libraries, and the model's of tilegen's kernels:")
         print(*report.point_lines(envelope), sep="\n")
         report.write(out / "curves.csv", envelope)

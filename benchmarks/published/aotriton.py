@@ -38,14 +38,14 @@ GB_OF_PAIR = 0.22 / 2**30
 def winners(folder: Path, stride: int) -> list[Winners]:
     """Return every `stride`-th row of each table that a family of tilegen computes, 16-bit and
     fp32 apart."""
-    found: list[Winners] = []
+    tables: list[Winners] = []
     for arch, stands_for in GPUS.items():
         for table, kernel in KERNELS.items():
             rows = read(folder / f"{arch}_{table}.sqlite3.tar.xz")
             for kind, exact in (("16 bit", False), ("fp32", True)):
                 mine = [row for row in rows if (row["q_dtype"] == "torch.float32") == exact]
                 kept, left_out = _judged(mine[::stride], MEMORY_GB[arch])
-                found.append(
+                tables.append(
                     Winners(
                         source=f"{COMMIT}:modules/flash/database/amd/{arch}/{table}",
                         name=f"{table} {kind}",
@@ -56,7 +56,7 @@ def winners(folder: Path, stride: int) -> list[Winners]:
                         left_out=left_out,
                     )
                 )
-    return found
+    return tables
 
 
 def read(path: Path) -> list[dict[str, str]]:

@@ -1,11 +1,11 @@
-"""AttentionFuse on an RTX 3090: three sweeps over tiles, those rows of them that measure tiles.
+"""AttentionFuse on an RTX 3090: three sweeps over tiles, restricted to rows that measure tiles.
 
-Of the other rows a README of the data says that one kernel was timed again and again: the table
-that was patched was not the table in use.
+By a README of the data, the other rows timed a single kernel again and again: the patched table was
+not the table in use.
 
-How many programs share an SM hangs on registers, and those on the text of a kernel and on its
-compiler: `attentionfuse_compiled.csv` holds what Triton 3.1.0, which the sweeps ran, makes of the
-published kernels for sm_86. Needs no GPU: registers and spills are those that ptxas reports.
+How many programs share an SM depends on registers, and those on the kernel's text and compiler.
+`attentionfuse_compiled.csv` holds the registers and spills that ptxas reports for the published
+kernels, compiled for sm_86 by Triton 3.1.0, which the sweeps ran. Needs no GPU.
 """
 
 from __future__ import annotations

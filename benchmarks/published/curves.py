@@ -21,10 +21,10 @@ DIRECTIONS: dict[str, Direction] = {"fwd": "forward", "bwd": "backward"}
 def points(folder: Path) -> list[Point]:
     """Return all times that a problem of tilegen stands for."""
     cudnn = folder / "cudnn-frontend"
-    found = [*hopper(folder / "published-tables" / "hopper.csv"), *decoding(cudnn / DECODE_SWEEP)]
+    times = [*hopper(folder / "published-tables" / "hopper.csv"), *decoding(cudnn / DECODE_SWEEP)]
     for path in sorted(cudnn.glob("h200_919_only_cudnn__*.csv")):
-        found += training(path)
-    return found
+        times += training(path)
+    return times
 
 
 def training(path: Path) -> Iterator[Point]:

@@ -50,8 +50,8 @@ def envelope(times: Sequence[tuple[float, float]], l2_bytes: int) -> Envelope:
     """Return the envelope of (bytes, seconds): least squares of relative errors."""
     moved, seconds = np.array(times, dtype=float).T
     terms = np.stack([np.ones_like(moved), moved, np.minimum(moved, l2_bytes)], axis=1)
-    found, *_ = np.linalg.lstsq(terms / seconds[:, None], np.ones_like(seconds))
-    fixed, inverse, leaving = found.tolist()
+    coefficients, *_ = np.linalg.lstsq(terms / seconds[:, None], np.ones_like(seconds))
+    fixed, inverse, leaving = coefficients.tolist()
     return Envelope(
         fixed=fixed, bandwidth=1 / inverse, pushed_out=leaving / inverse, l2_bytes=l2_bytes
     )
@@ -96,45 +96,49 @@ def fitted(points: Sequence[Point]) -> Envelope:
 
 def judge(points: Sequence[Point]) -> list[Decoding]:
     """Return each published time of decoding a token beside what the model says of `split_kv`."""
-    law, found = fitted(points), list[Decoding]()
-    for one in decoded(points):
-        spec, moved = gpu(one.gpu), compulsory_bytes(one.problem, "forward")
+    law, judged = fitted(points), list[Decoding]()
+    for decoding in decoded(points):
+        spec, moved = gpu(decoding.gpu), compulsory_bytes(decoding.problem, "forward")
         best = [
-            propose(KernelTask.of(kernel, one.problem, spec), top=1)[0].estimate
+            propose(KernelTask.of(kernel, decoding.problem, spec), top=1)[0].estimate
             for kernel in FORWARD["split_kv"].names
         ]
         split, combine = (
-            cost.seconds - launch_seconds(KernelTask.of(cost.kernel, one.problem, spec), 1)
+            cost.seconds - launch_seconds(KernelTask.of(cost.kernel, decoding.problem, spec), 1)
             for cost in best
         )
-        found.append(
+        judged.append(
             Decoding(
-                problem=one.problem.key,
+                problem=decoding.problem.key,
                 megabytes=moved / 1e6,
-                published_us=one.seconds * 1e6,
+                published_us=decoding.seconds * 1e6,
                 envelope_us=law.seconds(moved) * 1e6,
                 split_us=split * 1e6,
                 combine_us=combine * 1e6,
-                model_over_published=(split + combine) / one.seconds,
-                splits=splits_of(Tiled.of(FWD_SPLIT.name, one.problem, spec, best[0].config)).count,
+                model_over_published=(split + combine) / decoding.seconds,
+                splits=splits_of(
+                    Tiled.of(FWD_SPLIT.name, decoding.problem, spec, best[0].config)
+                ).count,
                 chosen=" ".join(cost.config.key for cost in best),
-                library=one.library,
-                source=one.source,
+                library=decoding.library,
+                source=decoding.source,
             )
         )
-    return found
+    return judged
 
 
 def following_launch(points: Sequence[Point]) -> float:
     """Return the median seconds that the model lacks, but for launches, of the shortest kernels on
     an H100 that followed each other in a CUDA graph."""
     lacking: list[float] = []
-    for one in points:
-        if one.config and one.gpu == "h100" and one.seconds < SHORTEST:
-            spec = gpu(one.gpu)
-            programs = estimate(Tiled.of("fwd", one.problem, spec, one.config)).seconds
+    for point in points:
+        if point.config and point.gpu == "h100" and point.seconds < SHORTEST:
+            spec = gpu(point.gpu)
+            programs = estimate(Tiled.of("fwd", point.problem, spec, point.config)).seconds
             lacking.append(
-                one.seconds - programs + launch_seconds(KernelTask.of("fwd", one.problem, spec), 1)
+                point.seconds
+                - programs
+                + launch_seconds(KernelTask.of("fwd", point.problem, spec), 1)
             )
     return statistics.median(lacking) if lacking else 0.0
 

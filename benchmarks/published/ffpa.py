@@ -29,28 +29,28 @@ KERNEL = "fwd_streamed"
 
 def winners(folder: Path, stride: int) -> list[Winners]:
     """Return every `stride`-th forward of each file, without and with tensor descriptors."""
-    found: list[Winners] = []
+    tables: list[Winners] = []
     for file, stands_for in GPUS.items():
         entries, path = _entries(folder / f"{file}.json.gz"), f"src/ffpa_attn/triton/configs/{file}"
         others = Counter(
-            f"{one['kernel']}: no such kernel in tilegen"
-            for one in entries
-            if one["kernel"] not in ("fwd_generic", "fwd_sm90_generic")
+            f"{entry['kernel']}: no such kernel in tilegen"
+            for entry in entries
+            if entry["kernel"] not in ("fwd_generic", "fwd_sm90_generic")
         )
         for kernel in ("fwd_generic", "fwd_sm90_generic"):
-            mine = [one for one in entries if one["kernel"] == kernel]
+            mine = [entry for entry in entries if entry["kernel"] == kernel]
             left_out, others = others, Counter[str]()
             rows: list[tuple[AttentionProblem, TileConfig]] = []
-            for one in mine[::stride]:
-                config = _config(one["config"])
-                if one.get("has_attn_bias"):
+            for entry in mine[::stride]:
+                config = _config(entry["config"])
+                if entry.get("has_attn_bias"):
                     left_out["bias matrix"] += 1
                 elif config is None:
                     left_out["tile that fwd_streamed does not take"] += 1
                 else:
-                    rows.append((_problem(one), config))
+                    rows.append((_problem(entry), config))
             if mine:
-                found.append(
+                tables.append(
                     Winners(
                         source=f"{COMMIT}:{path}.json",
                         name=kernel,
@@ -61,7 +61,7 @@ def winners(folder: Path, stride: int) -> list[Winners]:
                         left_out=left_out,
                     )
                 )
-    return found
+    return tables
 
 
 def _entries(path: Path) -> list[dict[str, Any]]:
@@ -86,9 +86,10 @@ def _config(of: dict[str, Any]) -> TileConfig | None:
     return config if config.block_d in knobs.block_d else None
 
 
-def _problem(one: dict[str, Any]) -> AttentionProblem:
+def _problem(entry: dict[str, Any]) -> AttentionProblem:
     return AttentionProblem.parse(
-        f"b1 hq{one['nheads_q']} hkv{one['nheads_kv']} q{one['seqlen_q']} kv{one['seqlen_k']} "
-        f"d{one['headdim']} {one['dtype']} {'causal' if one['causal'] else 'full'}"
-        + (" dropout" if one.get("has_dropout") else "")
+        f"b1 hq{entry['nheads_q']} hkv{entry['nheads_kv']} q{entry['seqlen_q']} "
+        f"kv{entry['seqlen_k']} d{entry['headdim']} {entry['dtype']} "
+        f"{'causal' if entry['causal'] else 'full'}"
+        + (" dropout" if entry.get("has_dropout") else "")
     )

@@ -70,12 +70,12 @@ def fit(
 
     def residuals(logs: Array) -> Array:
         with scaled(dict(zip(names, np.exp(logs).tolist(), strict=True))):
-            found = [
+            weighted = [
                 error
                 for one in sweeps
                 for error in errors(predictions(one), one, absolute=absolute(one))
             ]
-        return np.array([*found, *(math.sqrt(PRIOR) * logs)])
+        return np.array([*weighted, *(math.sqrt(PRIOR) * logs)])
 
     at, damping = np.zeros(len(names)), 1e-2
     now = residuals(at)
@@ -102,8 +102,10 @@ def leave_one_length_out(
     sweeps: Sequence[Sweep], names: Sequence[str], *, absolute: Callable[[Sweep], bool]
 ) -> Iterator[tuple[SweepVerdict, Factors]]:
     """Yield the verdict on each sweep with constants that sweeps of other lengths gave."""
-    for length in sorted({one.length for one in sweeps}):
-        factors = fit([one for one in sweeps if one.length != length], names, absolute=absolute)
-        for one in sweeps:
-            if one.length == length:
-                yield judge_sweep(one, predict_with(factors, one)), factors
+    for length in sorted({sweep.length for sweep in sweeps}):
+        factors = fit(
+            [sweep for sweep in sweeps if sweep.length != length], names, absolute=absolute
+        )
+        for sweep in sweeps:
+            if sweep.length == length:
+                yield judge_sweep(sweep, predict_with(factors, sweep)), factors

@@ -39,7 +39,7 @@ def winners(folder: Path) -> list[Winners]:
         for row in csv_rows(folder / "attention_winners.csv", NEEDED)
         if row["file"] not in REPEATS
     ]
-    found: list[Winners] = []
+    tables: list[Winners] = []
     for gpu, stands_for in GPUS.items():
         for kernel in (PLAIN, PAGED):
             mine = [row for row in rows if (row["gpu"], row["kernel"]) == (gpu, kernel)]
@@ -52,7 +52,7 @@ def winners(folder: Path) -> list[Winners]:
                 else:
                     kept.append((_problem(row), config))
             if mine:
-                found.append(
+                tables.append(
                     Winners(
                         source=SOURCE,
                         name=kernel,
@@ -63,18 +63,18 @@ def winners(folder: Path) -> list[Winners]:
                         left_out=left_out,
                     )
                 )
-    return found
+    return tables
 
 
 def timed(folder: Path) -> list[Point]:
     """Return the times of the winners of plain attention, whose batch is known, on GPUs of the
     catalogue: under CUDA graphs, so that they show what one launch takes."""
-    found: list[Point] = []
+    points: list[Point] = []
     for row in csv_rows(folder / "attention_winners.csv", NEEDED):
         config = tile(*(row[f"best_{knob}"] for knob in KNOBS))
         if row["kernel"] == PLAIN and row["gpu"].startswith("NVIDIA") and config:
             problem = _problem(row)
-            found.append(
+            points.append(
                 Point(
                     source=SOURCE,
                     name=f"winner fwd, {'short' if problem.seqlen_q <= 256 else 'long'}",
@@ -86,7 +86,7 @@ def timed(folder: Path) -> list[Point]:
                     config=config,
                 )
             )
-    return found
+    return points
 
 
 def _problem(row: dict[str, str]) -> AttentionProblem:

@@ -111,13 +111,12 @@ class WinnersVerdict:
 
 
 def rank(times: Iterable[float], winner: float) -> int:
-    """Return the place of a winner among predicted times, its own among them; whatever ties with it
-    comes before it."""
+    """Return the rank of a winner among predicted times, including its own; ties precede it."""
     return max(1, sum(one <= winner for one in times))
 
 
 def judge_winners(table: Winners) -> WinnersVerdict | None:
-    """Return how the model ranks the winners of a table; None where none can be judged."""
+    """Return how the model ranks the winners of a table; None if none can be judged."""
     spec, grid = gpu(table.gpu), table.grid
     ranks: list[int] = []
     own: list[int] = []
@@ -165,7 +164,7 @@ def fits(problem: AttentionProblem, spec: GpuSpec, config: TileConfig, kernel: K
 def own_rank(
     problem: AttentionProblem, spec: GpuSpec, kernel: Kernel, winner: TileConfig
 ) -> tuple[bool, int]:
-    """Return whether tilegen's space has a config, and its place there; 0 if it is not proposed."""
+    """Return whether tilegen's space has a config, and its rank there; 0 if it is not proposed."""
     task = KernelTask.of(kernel, problem, spec)
     if winner not in all_configs(task):
         return False, 0

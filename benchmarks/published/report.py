@@ -31,26 +31,26 @@ def _text(value: object) -> object:
 
 def sweep_lines(verdicts: Sequence[SweepVerdict]) -> Iterator[str]:
     """Yield a line for each sweep, then the median and the worst regret."""
-    for one in verdicts:
+    for row in verdicts:
         yield (
-            f"  {one.sweep:28} {one.length:5} rows {one.configs:2} tiles  rho {one.spearman:5.2f}  "
-            f"regret {one.regret:6.1%}  {one.trials} trials  model/measured {one.ratio:.2f}  "
-            f"{one.chosen}, best {one.best}"
+            f"  {row.sweep:28} {row.length:5} rows {row.configs:2} tiles  rho {row.spearman:5.2f}  "
+            f"regret {row.regret:6.1%}  {row.trials} trials  model/measured {row.ratio:.2f}  "
+            f"{row.chosen}, best {row.best}"
         )
-    regrets = [one.regret for one in verdicts]
+    regrets = [row.regret for row in verdicts]
     yield (
         f"  regret: median {statistics.median(regrets):.1%}, worst {max(regrets):.1%}; "
-        f"rank correlation: median {statistics.median(one.spearman for one in verdicts):.2f}"
+        f"rank correlation: median {statistics.median(row.spearman for row in verdicts):.2f}"
     )
 
 
 def winner_lines(verdicts: Sequence[WinnersVerdict]) -> Iterator[str]:
     """Yield a line for each table of winners."""
-    for one in verdicts:
+    for row in verdicts:
         yield (
-            f"  {one.measured_on:36} {one.table:28} {one.judged:4} judged of {one.grid:3} configs  "
-            f"first 1/4/8/16: {one.first_1:.0%} {one.first_4:.0%} {one.first_8:.0%} "
-            f"{one.first_16:.0%}  own space has {one.in_own:.0%}, first 8 {one.own_first_8:.0%}"
+            f"  {row.measured_on:36} {row.table:28} {row.judged:4} judged of {row.grid:3} configs  "
+            f"first 1/4/8/16: {row.first_1:.0%} {row.first_4:.0%} {row.first_8:.0%} "
+            f"{row.first_16:.0%}  own space has {row.in_own:.0%}, first 8 {row.own_first_8:.0%}"
         )
 
 

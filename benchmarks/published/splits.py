@@ -41,20 +41,20 @@ LARGEST_FACTOR = 64.0
 
 def times(path: Path) -> dict[AttentionProblem, dict[int, float]]:
     """Return the seconds of each problem by keys a split."""
-    found: dict[AttentionProblem, dict[int, float]] = {}
+    by_problem: dict[AttentionProblem, dict[int, float]] = {}
     for row in csv_rows(path, (*SHAPE, "num_splits", "median_ms")):
         batch, heads, heads_kv, context, head_dim = (int(row[name]) for name in SHAPE)
         problem = AttentionProblem.parse(
             f"b{batch} hq{heads} hkv{heads_kv} q1 kv{context} d{head_dim} bf16"
         )
         keys = -(-context // int(row["num_splits"]))
-        found.setdefault(problem, {})[keys] = float(row["median_ms"]) / 1e3
-    return found
+        by_problem.setdefault(problem, {})[keys] = float(row["median_ms"]) / 1e3
+    return by_problem
 
 
 def judge(path: Path) -> list[SweepVerdict]:
     """Return the verdict on each problem's split counts, with either kind of tile."""
-    found: list[SweepVerdict] = []
+    verdicts: list[SweepVerdict] = []
     for problem, seconds in times(path).items():
         join = propose(KernelTask.of("fwd_combine", problem, gpu(GPU)), top=1)[0].estimate.seconds
         for name, costs in (
@@ -69,8 +69,8 @@ def judge(path: Path) -> list[SweepVerdict]:
                 kernels=("fwd_split", "fwd_combine"),
                 seconds={config: seconds[config.split_kv] for config in costs},
             )
-            found.append(judge_sweep(sweep, {one: cost + join for one, cost in costs.items()}))
-    return found
+            verdicts.append(judge_sweep(sweep, {one: cost + join for one, cost in costs.items()}))
+    return verdicts
 
 
 def with_own_tiles(
@@ -78,14 +78,14 @@ def with_own_tiles(
 ) -> dict[TileConfig, float]:
     """Return the model's best tile at each number of keys a split that tilegen would take, and its
     seconds."""
-    found: dict[TileConfig, float] = {}
+    by_config: dict[TileConfig, float] = {}
     task = KernelTask.of("fwd_split", problem, gpu(GPU))
     for keys in seconds.keys() & set(FWD_SPLIT.knobs.split_kv):
         same = {replace(one, split_kv=keys) for one in all_configs(task)}
         costs = {one: estimate(task.tiled(one)).cost for one in same}
         best = min(costs, key=lambda one: (costs[one], one))
-        found[best] = costs[best]
-    return found
+        by_config[best] = costs[best]
+    return by_config
 
 
 def with_waiting_tile(

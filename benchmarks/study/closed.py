@@ -67,17 +67,17 @@ def lower_bounds(
 def _bounds(direction: Direction) -> dict[str, Callable[..., float]]:
     floor = total_bytes(bounds.floor_terms(direction)) / e
     dense = {N_q: N, N_kv: N, n_q: N, n_kv: N, w: N, nnz: N**2, d_qk: d, d_v: d}
-    one = {H_kv: 1, g: 1, P: 1}
-    found: dict[str, Callable[..., float]] = {}
+    single_head = {H_kv: 1, g: 1, P: 1}
+    formulas: dict[str, Callable[..., float]] = {}
     for name, expression in (
         ("lb1", bounds.partition_bound()),
         ("lb2", bounds.product_bound()),
         ("floor", floor),
     ):
-        plain = expression.subs(dense).subs(one)
+        plain = expression.subs(dense).subs(single_head)
         evaluate: Any = sp.lambdify((N, d, M, e), plain, modules="math")
-        found[name] = evaluate
-    return found
+        formulas[name] = evaluate
+    return formulas
 
 
 def ideal(direction: Direction, memory: float, head_dim: int, element_bytes: int) -> float:
@@ -114,7 +114,7 @@ def chunked_large(
     direction: Direction, memory: float, head_dim: int, element_bytes: int
 ) -> float | None:
     """Return the words / N^2 of FlashAttention's schedule with tiles of any size, where what
-    streams comes in ROWS_IN rows; None where not even that fits."""
+    streams comes in ROWS_IN rows; None if not even that fits."""
     total = 0.0
     for kernel in ("fwd_q_stationary",) if direction == "forward" else ("bwd_dkdv", "bwd_dq"):
         tile, words = _streaming(kernel)

@@ -53,7 +53,8 @@ class Counters:
             self._idle.put(process)
 
     def count(self, questions: Iterable[Question]) -> list[Moved]:
-        """Return what each question's kernels move. Raises RuntimeError if a process dies."""
+        """Count the bytes that each question's kernels move. Raises RuntimeError if a process
+        dies."""
         with ThreadPoolExecutor(self.size) as threads:
             return list(threads.map(self._ask, questions))
 
@@ -102,7 +103,7 @@ def serve() -> None:
 
 
 def count(problem: AttentionProblem, configs: Mapping[Kernel, TileConfig]) -> Moved:
-    """Return what every kernel of a pass moves."""
+    """Count the bytes that every kernel of a pass moves."""
     from tilegen.check.reference import make_inputs
 
     inputs = make_inputs(problem)
@@ -143,10 +144,10 @@ def _watched(problem: AttentionProblem, kernel: Kernel, config: TileConfig, move
 def _counted(module: ModuleType, kernel: Kernel, moved: Moved, *arguments: Any) -> Any:
     from tilegen import cpu
 
-    found = cpu.function_of(module).traffic
-    found.read.clear()
-    found.written.clear()
+    counted = cpu.function_of(module).traffic
+    counted.read.clear()
+    counted.written.clear()
     result = module.launch(*arguments)
     read, written = moved.get(kernel, (0, 0))
-    moved[kernel] = read + found.read_bytes, written + found.write_bytes
+    moved[kernel] = read + counted.read_bytes, written + counted.write_bytes
     return result

@@ -76,8 +76,8 @@ class Case:
     @property
     def tiles(self) -> dict[Kernel, TileConfig]:
         """The configs of a case of tilegen."""
-        found: Mapping[str, str] = self.configs or {}
-        return {kernel: TileConfig.parse(key) for kernel, key in found.items()}  # pyright: ignore[reportReturnType]
+        texts: Mapping[str, str] = self.configs or {}
+        return {kernel: TileConfig.parse(key) for kernel, key in texts.items()}  # pyright: ignore[reportReturnType]
 
 
 def predicted(case: Case) -> dict[Kernel, Traffic]:
@@ -206,9 +206,9 @@ def _different(
     choices: dict[Kernel, list[TileConfig]] = {}
     for kernel in kernels:
         by_side: dict[int, TileConfig] = {}
-        for one in propose(KernelTask.of(kernel, problem, gpu), top=200):
-            side = one.config.block_n if kernel == "bwd_dkdv" else one.config.block_m
-            by_side.setdefault(side, one.config)
+        for candidate in propose(KernelTask.of(kernel, problem, gpu), top=200):
+            side = candidate.config.block_n if kernel == "bwd_dkdv" else candidate.config.block_m
+            by_side.setdefault(side, candidate.config)
         choices[kernel] = list(by_side.values())
     for rank in range(min(most, max(map(len, choices.values())))):
         yield {kernel: found[min(rank, len(found) - 1)] for kernel, found in choices.items()}

@@ -112,14 +112,14 @@ def sweep_figure(counts: Rows, direction: Direction) -> Figure:
 def _sweep_panel(axes: Axes, counts: Rows, direction: Direction, head_dim: int) -> None:
     memory = np.geomspace(2, 512, 241)
 
-    def curve(one: Callable[..., float | None]) -> list[float]:
-        values = [one(direction, kb * 256, head_dim, 4) for kb in memory]
+    def curve(function: Callable[..., float | None]) -> list[float]:
+        values = [function(direction, kb * 256, head_dim, 4) for kb in memory]
         return [np.nan if value is None else value for value in values]
 
     ideal = curve(closed.ideal)
     axes.plot(memory, ideal, color=GREY, lw=5, alpha=0.35, label="best known schedule, ideal tiles")
-    for one, colour in ((closed.chunked_large, BLUE), (closed.chunked_small, ORANGE)):
-        axes.plot(memory, curve(one), color=colour, lw=1.1, ls="--")
+    for function, colour in ((closed.chunked_large, BLUE), (closed.chunked_small, ORANGE)):
+        axes.plot(memory, curve(function), color=colour, lw=1.1, ls="--")
     axes.plot([], [], color=GREY, lw=1.1, ls="--", label="tiles of any size, chunks as emitted")
     where = {"direction": direction, "dtype": "fp32", "head_dim": str(head_dim)}
     for family, (label, colour, marker) in FAMILY_STYLE.items():
@@ -198,11 +198,11 @@ def crossover_figure(counts: Rows) -> Figure:
 
 def _crossover_panel(axes: Axes, counts: Rows, direction: Direction) -> None:
     ratio = np.geomspace(0.01, 16, 200)
-    for one, colour, text in (
+    for formula, colour, text in (
         (closed.ideal_large, BLUE, "4 x²" if direction == "forward" else "14 x²"),
         (closed.ideal_small, ORANGE, "1 + 4 x" if direction == "forward" else "3 + 10 x"),
     ):
-        values = [one(direction, at * 2**20, 1024, 4) for at in ratio]
+        values = [formula(direction, at * 2**20, 1024, 4) for at in ratio]
         axes.plot(ratio, values, color=colour, lw=4, alpha=0.35, label=f"ideal tiles: {text}")
     for head_dim in sweep.HEAD_DIMS:
         where = {"direction": direction, "dtype": "fp32", "head_dim": str(head_dim)}
@@ -210,10 +210,10 @@ def _crossover_panel(axes: Axes, counts: Rows, direction: Direction) -> None:
             (LARGE_CACHE[direction], DIM_COLOURS, "o"),
             ("small_cache", SMALL_COLOURS, "s"),
         ):
-            found = sweep.points(counts, family, where)
-            if not found:
+            steps = sweep.points(counts, family, where)
+            if not steps:
                 continue
-            x, y = np.array(found).T
+            x, y = np.array(steps).T
             name = "FlashAttention" if marker == "o" else "small cache"
             axes.plot(
                 x / head_dim**2, y, marker, color=colours[head_dim], ms=5.5, ls="",

@@ -106,7 +106,7 @@ class MaskRow(Environment):
     """Kept entries / N^2."""
     predicted_words: int
     counted_words: int | None
-    """Words that were counted; empty where they are predicted alone."""
+    """Words that were counted; empty if they are predicted alone."""
     theorem_4_5: float
     pattern_bound: float
     floor: float
@@ -178,7 +178,7 @@ def theorem_4_5(case: Case, seqlen: int, head_dim: int, memory: int) -> float:
 
 
 def bound(case: Case, seqlen: int, head_dim: int, memory: int) -> float:
-    """Return the pattern-aware bound in words; 0 where it says less than nothing."""
+    """Return the pattern-aware bound in words; 0 if it says less than nothing."""
     numbers: dict[sp.Symbol, float] = {
         N: seqlen,
         M: memory,

@@ -76,7 +76,7 @@ class MissRow(Environment):
     state_kb: float
     """State of a program of the largest kernel: tiles, packed operands, and streamed rows."""
     fits: bool
-    """True: the state fits the cache."""
+    """True if the state fits the cache."""
     counted_bytes: int
     """Lines that missed, in bytes; lines that are written back do not count again."""
     counted_load_bytes: int

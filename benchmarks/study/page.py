@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -13,17 +14,27 @@ from benchmarks.study.tiles import LARGE_CACHE
 from tilegen.kernels.spec import Direction
 
 Rows = list[dict[str, str]]
+PAGE_WIDTH = 100
+"""Columns of a page's text; lines of tables may be longer."""
 SHOWN_KB = ("8.0", "32.0", "128.0", "512.0")
 
 
 def fill(text: str, folder: Path) -> str:
-    """Return the page with every table between `<!-- table: NAME -->` and `<!-- end -->` anew."""
+    """Return the page with every table between `<!-- table: NAME -->` and `<!-- end -->` anew.
+
+    Sentences between tables are wrapped at PAGE_WIDTH columns.
+    """
 
     def table(match: re.Match[str]) -> str:
-        body = TABLES[match[1]](folder)
+        body = "\n".join(map(_wrapped, TABLES[match[1]](folder).splitlines()))
         return f"<!-- table: {match[1]} -->\n\n{body}\n\n<!-- end -->"
 
     return re.sub(r"<!-- table: (\w+) -->.*?<!-- end -->", table, text, flags=re.DOTALL)
+
+
+def _wrapped(line: str) -> str:
+    is_text = line and not line.startswith(("|", "!"))
+    return textwrap.fill(line, PAGE_WIDTH, break_on_hyphens=False) if is_text else line
 
 
 def tables_of(text: str) -> list[str]:

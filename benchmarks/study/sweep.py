@@ -50,7 +50,7 @@ class SweepRow(Environment):
     memory_words: int
     memory_over_d2: float
     family: str
-    """Family of the tiles that move least; empty where no emitted tile fits."""
+    """Family of the tiles that move least; empty if no emitted tile fits."""
     tiles: str
     words: float | None
     large_cache: float | None
@@ -104,7 +104,7 @@ class CrossoverRow(Environment):
     chunked: float
     """Crossover of tiles of any size, with chunks as wide as the narrowest emitted ones."""
     emitted: float | None
-    """Crossover of emitted tiles, predicted at N = 65536; empty where small-cache tiles lose."""
+    """Crossover of emitted tiles, predicted at N = 65536; empty if small-cache tiles lose."""
     counted: float | None
     """Crossover of emitted tiles by the counted words that grow as N^2."""
 
@@ -122,13 +122,13 @@ def sweep_rows(
         memory = memory_kb * 1024 / size
         best: list[TileSet] = []
         for family in FAMILIES[direction]:
-            one = best_at(frontier(family, direction, head_dim, size, LONG), memory)
-            if one:
-                best.append(one)
-        winner = min(best, key=lambda one: one.words, default=None)
+            tile_set = best_at(frontier(family, direction, head_dim, size, LONG), memory)
+            if tile_set:
+                best.append(tile_set)
+        winner = min(best, key=lambda tile_set: tile_set.words, default=None)
         words = winner.words / LONG**2 if winner else None
         bound = closed.lower_bounds(direction, LONG, head_dim, memory, size)
-        by_family = {one.family: one.words / LONG**2 for one in best}
+        by_family = {tile_set.family: tile_set.words / LONG**2 for tile_set in best}
         yield with_environment(
             SweepRow,
             environment(),
@@ -309,7 +309,7 @@ def crossover_rows(
             return math.inf if large is None else large - closed.chunked_small(way, memory, d, e)
 
         emitted = last_small_win(large, small)
-        found = last_small_win(*counted) if all(counted) else None
+        by_counts = last_small_win(*counted) if all(counted) else None
         yield with_environment(
             CrossoverRow,
             environment(),
@@ -317,7 +317,7 @@ def crossover_rows(
             ideal=crossing(ideal, square / 64, 64 * square) / square,
             chunked=crossing(chunked, square / 64, 64 * square) / square,
             emitted=emitted / square if emitted else None,
-            counted=found / square if found else None,
+            counted=by_counts / square if by_counts else None,
         )
 
 

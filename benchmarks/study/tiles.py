@@ -50,10 +50,10 @@ def problem_of(seqlen: int, head_dim: int, element_bytes: int, mask: str = "full
 
 @cache
 def held(kernel: Kernel) -> tuple[tuple[Held, ...], ...]:
-    """Return what each phase of a kernel holds on chip, with one buffer for what streams.
+    """Return the words that each phase of a kernel holds on chip, with one buffer of streamed rows.
 
-    Those of the schedules, but for two emitted kernels that differ from them: the streamed forward
-    takes V in one piece, and `bwd_scores` makes P and dS at once, in two tiles.
+    Phases are those of the schedules, except for two emitted kernels: the streamed forward takes V
+    whole, and `bwd_scores` makes P and dS together, in two tiles.
     """
     rows_and_slices = SCHEDULES["bwd_small_cache"].phases[1]
     match kernel:
@@ -134,8 +134,8 @@ def moved_bytes(
     width = configs["fwd_scores"].block_n if "fwd_scores" in configs else SCORE_WIDTH
     moved: dict[Kernel, int] = {}
     for kernel, config in configs.items():
-        one = traffic_of(Tiled.of(kernel, problem, gpu("h200"), config), score_width=width)
-        moved[kernel] = one.read_bytes + one.write_bytes
+        traffic = traffic_of(Tiled.of(kernel, problem, gpu("h200"), config), score_width=width)
+        moved[kernel] = traffic.read_bytes + traffic.write_bytes
     return moved
 
 
@@ -173,7 +173,7 @@ def frontier(
         for kernel in kernels
         if kernel != "bwd_preprocess"
     }
-    found: list[TileSet] = []
+    sets: list[TileSet] = []
     for memory in sorted({words for options in needs.values() for words in options.values()}):
         configs: dict[Kernel, TileConfig] = {}
         for kernel in kernels:
@@ -187,9 +187,9 @@ def frontier(
             )
         else:
             words = moved_words(problem, configs)
-            if not found or words < (1 - WORTH_A_STEP) * found[-1].words:
-                found.append(TileSet(family=family, memory=memory, configs=configs, words=words))
-    return tuple(found)
+            if not sets or words < (1 - WORTH_A_STEP) * sets[-1].words:
+                sets.append(TileSet(family=family, memory=memory, configs=configs, words=words))
+    return tuple(sets)
 
 
 def best_at(sets: Sequence[TileSet], memory: float) -> TileSet | None:

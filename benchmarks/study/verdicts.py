@@ -79,27 +79,27 @@ class VerdictRow(Environment):
 
 def totals(launches: Sequence[Counted]) -> dict[str, dict[str, float]]:
     """Return the counters of each function, all its launches added up."""
-    found: dict[str, dict[str, float]] = {}
+    by_function: dict[str, dict[str, float]] = {}
     for launch in launches:
-        mine = found.setdefault(launch.function, {})
+        mine = by_function.setdefault(launch.function, {})
         for metric, value in launch.values.items():
             mine[metric] = mine.get(metric, 0.0) + value
-    return found
+    return by_function
 
 
 def rows_of(case: Case, launches: Sequence[Counted], gpu: GpuSpec) -> list[MeasureRow]:
-    """Return what one case says. Raises RuntimeError where the profiler missed something."""
-    found = totals(launches)
+    """Return the rows of one case. Raises RuntimeError if the profiler missed something."""
+    by_function = totals(launches)
     if case.provider != "tilegen":
-        return list(_without_prediction(case, found))
+        return list(_without_prediction(case, by_function))
     names = function_names(case)
     for function in names.values():
-        if function not in found:
-            raise RuntimeError(f"ncu saw no launch of {function}, only {', '.join(found)}")
-        if missing := [metric for metric in NEEDED if metric not in found[function]]:
+        if function not in by_function:
+            raise RuntimeError(f"ncu saw no launch of {function}, only {', '.join(by_function)}")
+        if missing := [metric for metric in NEEDED if metric not in by_function[function]]:
             raise RuntimeError(f"ncu has no value of {', '.join(missing)} for {function}")
     values: dict[Kernel, dict[str, float]] = {
-        kernel: found[function] for kernel, function in names.items()
+        kernel: by_function[function] for kernel, function in names.items()
     }
     match case.experiment:
         case "E1":
@@ -117,18 +117,19 @@ def function_names(case: Case) -> dict[Kernel, str]:
 
 
 def group_rows(rows: Sequence[MeasureRow]) -> list[MeasureRow]:
-    """Return what cases of one group say together: which family moves least, and E4's exps."""
+    """Return the rows that compare the cases of a group: which family moves least, and E4's
+    exponentials."""
     wires = {row.family: row for row in rows if row.quantity == "wire bytes, all kernels"}
     ours = {family: row for family, row in wires.items() if row.provider == "tilegen"}
-    found: list[MeasureRow] = []
+    group: list[MeasureRow] = []
     if len(ours) > 1:
-        found.append(_fewest(list(ours.values())))
+        group.append(_fewest(list(ours.values())))
     exps = {row.family: row.measured for row in rows if row.quantity == "exponentials"}
     if {"two_pass", "small_cache"} <= exps.keys():
         some = next(iter(ours.values()))
         passes, small = exps["two_pass"], exps["small_cache"]
         ratio = small / passes if small and passes else None
-        found.append(
+        group.append(
             _row(
                 some,
                 quantity="exponentials, small cache over two passes",
@@ -137,7 +138,7 @@ def group_rows(rows: Sequence[MeasureRow]) -> list[MeasureRow]:
                 tolerance=EXP_TOLERANCE,
             )
         )
-    return found
+    return group
 
 
 def verdicts(rows: Sequence[MeasureRow], broken: Mapping[str, int]) -> Iterator[VerdictRow]:
@@ -217,19 +218,27 @@ def _family_rows(case: Case, values: Mapping[Kernel, dict[str, float]]) -> Itera
         yield _row(case, quantity="exponentials", measured=exps, detail="instructions of a warp")
 
 
-def _without_prediction(case: Case, found: Mapping[str, dict[str, float]]) -> Iterator[MeasureRow]:
+def _without_prediction(
+    case: Case, by_function: Mapping[str, dict[str, float]]
+) -> Iterator[MeasureRow]:
     """Yield the rows of a library's kernels, or of E7's additions."""
     if case.experiment == "E7":
-        found = {name: values for name, values in found.items() if name.startswith("add_")}
-    if not found or any(metric not in one for one in found.values() for metric in NEEDED):
+        by_function = {
+            name: values for name, values in by_function.items() if name.startswith("add_")
+        }
+    if not by_function or any(
+        metric not in one for one in by_function.values() for metric in NEEDED
+    ):
         raise RuntimeError(f"ncu counted nothing of {case.name}")
-    total = {metric: sum(one[metric] for one in found.values()) for metric in NEEDED}
-    microseconds = sum(one.get(TIME, 0.0) for one in found.values()) / 1e3
+    total = {metric: sum(one[metric] for one in by_function.values()) for metric in NEEDED}
+    microseconds = sum(one.get(TIME, 0.0) for one in by_function.values()) / 1e3
     wire = total[READ] + total[WRITE]
     if case.experiment == "E7":
-        yield _addition(case, wire, f"{microseconds:.0f} us, {_reduced(found)} reduced sectors")
+        yield _addition(
+            case, wire, f"{microseconds:.0f} us, {_reduced(by_function)} reduced sectors"
+        )
         return
-    detail = f"{microseconds:.0f} us, {', '.join(found)}"
+    detail = f"{microseconds:.0f} us, {', '.join(by_function)}"
     yield _row(case, quantity="wire bytes, all kernels", measured=wire, detail=detail)
     dram = total[DRAM_READ] + total[DRAM_WRITE]
     yield _row(case, quantity="DRAM bytes, all kernels", measured=dram)
@@ -314,5 +323,5 @@ def _spilled(counted: Mapping[str, float]) -> str:
     return f" spilled {spilled:.0f} bytes" if spilled else ""
 
 
-def _reduced(found: Mapping[str, dict[str, float]]) -> int:
-    return int(sum(one.get(metric, 0.0) for one in found.values() for metric in REDUCTIONS))
+def _reduced(by_function: Mapping[str, dict[str, float]]) -> int:
+    return int(sum(one.get(metric, 0.0) for one in by_function.values() for metric in REDUCTIONS))

@@ -78,7 +78,7 @@ class Generating:
         self.prompts = [ids[: len(ids) * (i + 1) // requests] for i in range(requests)]
 
     def run(self) -> Generated:
-        """Generate what follows each prompt."""
+        """Generate tokens after each prompt."""
         case = self.case
         if self.is_paged:
             served = paged.serve(self.model, self.prompts, case.new, chunk=CHUNK, drafts=DRAFTS)

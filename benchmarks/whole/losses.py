@@ -45,13 +45,13 @@ class LossRow(Environment):
 def compare(
     case: Case,
     attentions: Sequence[str],
-    its: Environment,
+    machine: Environment,
     device: str,
     *,
     steps: int = STEPS,
     seeds: int = SEEDS,
 ) -> Iterator[LossRow]:
-    """Yield how far the losses of each attention are from eager attention's in fp32."""
+    """Yield the distance of each attention's losses from eager attention's in fp32."""
     deviations: dict[str, float] = {}
     noise: dict[str, float] = {}
     last: dict[str, float] = {}
@@ -72,7 +72,7 @@ def compare(
     for attention in able:
         yield with_environment(
             LossRow,
-            its,
+            machine,
             case=case.key,
             attention=attention,
             steps=steps,

@@ -1,4 +1,4 @@
-"""Measure the time that attention takes of a model's step, forward and backward."""
+"""Measure the part of a model's step that attention takes, forward and backward."""
 
 from __future__ import annotations
 

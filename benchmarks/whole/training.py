@@ -134,7 +134,7 @@ class Training:
 
 
 def load(attention: str, device: str) -> None:
-    """Import what an implementation of attention needs, so that it counts as its start."""
+    """Import the modules of an attention implementation, so that loading counts as its start."""
     if attention == "tilegen":
         import tilegen.integrations.transformers  # registers it
 
@@ -143,7 +143,8 @@ def load(attention: str, device: str) -> None:
 
 
 def why_not(attention: str, device: str) -> str:
-    """Return why an implementation of attention cannot train on a device; empty if it can."""
+    """Return the reason why an attention implementation cannot train on a device; empty if it
+    can."""
     if attention == "flex_attention" and device != "cuda":
         return "FlexAttention has no backward on a CPU"
     return ""

@@ -1,7 +1,7 @@
-"""Objects that live in a process of their own with a memory limit, and are called from outside.
+"""Objects in separate processes with a memory limit, called from outside.
 
 A case that does not fit ends its own process, and is a row. Processes that are timed in turns wait
-for their turn without using a core.
+without using a core.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _serve(
     device: str,
     threads: int,
 ) -> None:
-    """Make the object and answer calls until the other end closes."""
+    """Create the object and serve calls until the other end closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     threading.Thread(target=_end_with_the_parent, daemon=True).start()
     try:
@@ -125,7 +125,7 @@ def _serve(
 
 
 def _end_with_the_parent() -> None:
-    """End this process, whatever it computes, when its parent has ended."""
+    """End this process when its parent has ended, whatever it computes."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

@@ -13,8 +13,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# To do: tilegen/{cli,cpu,cpus,explaining,fleet,masks,tuning}, benchmarks and tests.
+# To do: tilegen/{cli,cpu,cpus,explaining,fleet,masks,tuning} and tests.
 CLEAN = [
+    "benchmarks/**/*.py",
     "tilegen/*.py",
     *(
         f"tilegen/{folder}/**/*.py"
