@@ -173,7 +173,7 @@ def regret_of(task: KernelTask, recording: Recording) -> RegretRow:
 
     def ratio(config: TileConfig) -> float:
         with alone_on_this_machine():
-            pairs = pairs_of(best, run_of(config), least=LEAST, seconds=SECONDS, give_up=False)
+            pairs = pairs_of(best, run_of(config), least=LEAST, seconds=SECONDS)
         return statistics.median(b / a for a, b in pairs) - 1
 
     return with_environment(

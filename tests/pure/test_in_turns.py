@@ -12,14 +12,16 @@ import torch
 from tests.records import record
 from tilegen.kernels.config import TileConfig
 from tilegen.tuning import in_turns
-from tilegen.tuning.in_turns import CONFIRMED, LOSING, InTurns, is_faster, pairs_of
+from tilegen.tuning.in_turns import CONFIRMED, LOSING, PAIRS, InTurns, is_faster, pairs_of
 
 A, B = TileConfig.parse("m64n64w4s2"), TileConfig.parse("m128n64w4s2")
+C, D = TileConfig.parse("m64n32w4s2"), TileConfig.parse("m32n64w4s2")
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """A clock of threads that only launches move."""
+    """A clock of threads that only launches move. No measurement takes more pairs than it must."""
+    monkeypatch.setattr(in_turns, "SECONDS", 0.0)
     now = [0.0]
     monkeypatch.setattr(in_turns.time, "thread_time", lambda: now[0])
     return now
@@ -42,15 +44,37 @@ def test_pairs_start_with_either(clock: list[float]) -> None:
 
         return run
 
-    pairs = pairs_of(launch("a", 1.0), launch("b", 2.0), least=4, seconds=0.0, give_up=False)
+    pairs = pairs_of(launch("a", 1.0), launch("b", 2.0), least=4, seconds=0.0)
     assert pairs == [(1.0, 2.0)] * 4
     assert "".join(calls) == "ab" + "ab" + "ba" + "ab" + "ba"
 
 
-def test_a_config_that_loses_clearly_is_given_up(clock: list[float]) -> None:
-    slow, fast = (taking(clock, lambda s=s: s) for s in (1.2, 1.0))
-    assert len(pairs_of(fast, slow, least=20, seconds=0.0, give_up=True)) == LOSING
-    assert len(pairs_of(slow, fast, least=20, seconds=0.0, give_up=True)) == 20
+def test_pairs_end_early(clock: list[float]) -> None:
+    run = taking(clock, lambda: 1.0)
+    assert len(pairs_of(run, run, least=20, seconds=0.0)) == 20
+    assert len(pairs_of(run, run, least=20, seconds=0.0, stop=lambda pairs: len(pairs) > 6)) == 7
+
+
+def test_configs_that_clearly_lose_to_the_best_so_far_are_pruned(clock: list[float]) -> None:
+    seconds = {A: 1.0, B: 0.8, C: 0.95, D: 0.85}
+    turns = InTurns(A, lambda: lambda config: taking(clock, lambda: seconds[config]))
+    assert turns.measure(A).repeats == PAIRS
+    assert turns.measure(C).repeats == PAIRS  # beats the config in hand
+    assert turns.measure(B).repeats == PAIRS
+    lost = turns.measure(C)  # 0.95 is more than CLEAR times 0.8
+    assert (lost.status, lost.repeats) == ("ok", LOSING)
+    assert lost.median_us == pytest.approx(0.95e6)
+    assert turns.measure(D).repeats == PAIRS  # 0.85 is not
+    seconds[A] = 5.0
+    assert turns.measure(A).repeats == PAIRS  # the config in hand is measured with itself
+
+
+def test_a_config_that_was_fast_once_is_not_pruned(clock: list[float]) -> None:
+    times = iter([1.0, 2.0, 2.0, 1.0, 2.0, 2.0])  # a launch that warms up, and PAIRS
+    turns = InTurns(
+        A, lambda: lambda config: taking(clock, lambda: 1.0 if config == A else next(times))
+    )
+    assert turns.measure(B).repeats == PAIRS
 
 
 def test_times_are_ratios_to_the_config_in_hand(clock: list[float]) -> None:

@@ -4,6 +4,10 @@ One thread computes all programs of a launch, and its own clock is read: other p
 machine take no part in a time, though they share caches and memory. The ratio of two neighbouring
 launches hardly depends on them, nor on the clock rate. A time is the median ratio times the first
 median of the config in hand, so that the times of a run can be compared.
+
+Nothing compiles beside a measurement. A compiling thread at least doubled the spread of medians on
+two cores, and the wait for Python's lock made measuring longer. A config compiles in 0.1 to 0.3 s;
+processes that compile would need a second to start, which their work would hardly win back.
 """
 
 from __future__ import annotations
@@ -15,20 +19,27 @@ import tempfile
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+
+import optuna
+from optuna.trial import Trial, TrialState
 
 from tilegen.errors import TilegenError, Unsupported
 from tilegen.kernels.config import TileConfig
 from tilegen.private_files import NotPrivate, check_private
 from tilegen.store.files import locked
 from tilegen.tuning.measure import MAX_REPEATS, Measurement, failed, one_line, summarise
+from tilegen.tuning.search import quiet_study
 
 Launch = Callable[[], object]
+Pairs = list[tuple[float, float]]
+"""Times of two launches in turns [s]."""
 PAIRS, MOST_PAIRS, SECONDS = 5, 200, 0.4
 """Pairs of launches that are timed at least, and at most; and seconds for them."""
 LOSING, CLEAR = 3, 1.1
-"""Pairs from which a config is given up, if each took more than CLEAR times as long as the config
-in hand."""
+"""Pairs from which a config is pruned, if in each its time was more than CLEAR times that of the
+best config so far."""
 CONFIRMED, CONFIRMED_SECONDS = 21, 2.0
 """Pairs of the second run, in which the winner must beat the config in hand, at least; and seconds
 for them."""
@@ -39,13 +50,18 @@ WAIT = 600.0
 
 
 def pairs_of(
-    one: Launch, other: Launch, *, least: int = PAIRS, seconds: float = SECONDS, give_up: bool
-) -> list[tuple[float, float]]:
+    one: Launch,
+    other: Launch,
+    *,
+    least: int = PAIRS,
+    seconds: float,
+    stop: Callable[[Pairs], bool] | None = None,
+) -> Pairs:
     """Time two launches in turns [s], starting with either in turn, after a launch of each that
-    warms up. With `give_up` stop as soon as the other clearly loses."""
+    warms up. End early if `stop`, called after each pair, returns True."""
     one()
     other()
-    pairs: list[tuple[float, float]] = []
+    pairs: Pairs = []
     end = time.perf_counter() + seconds
     while len(pairs) < MOST_PAIRS and (len(pairs) < least or time.perf_counter() < end):
         if len(pairs) % 2:
@@ -54,7 +70,7 @@ def pairs_of(
         else:
             first = _seconds(one)
             pairs.append((first, _seconds(other)))
-        if give_up and len(pairs) >= LOSING and all(b > CLEAR * a for a, b in pairs):
+        if stop and stop(pairs):
             break
     return pairs
 
@@ -70,21 +86,33 @@ class InTurns:
         self._runs: dict[TileConfig, Launch] = {}
         self._base = 0.0
         self._run_of: Callable[[TileConfig], Launch] | None = None
+        # A trial of this study is one measurement, an intermediate value the least time of its
+        # pairs over the time of the best config so far.
+        pruner = optuna.pruners.ThresholdPruner(upper=CLEAR, n_warmup_steps=LOSING - 1)
+        self._study = quiet_study(pruner=pruner)
+        self._best = 1.0
+        """Least time of a config so far, over that of the config in hand."""
 
     def measure(self, config: TileConfig) -> Measurement:
-        """Measure a config. The config in hand is measured in turns with itself, so that its spread
-        is that of noise."""
+        """Measure a config; a config that clearly loses is pruned. The config in hand is measured
+        in turns with itself, so that its spread is that of noise."""
+        trial = self._study.ask()
+        stop = None if config == self.in_hand else partial(self._is_losing, trial)
         try:
             base, run = self._run(self.in_hand), self._run(config)
             with alone_on_this_machine():
-                pairs = pairs_of(base, run, give_up=config != self.in_hand)
+                pairs = pairs_of(base, run, seconds=SECONDS, stop=stop)
         except TilegenError as error:
+            self._study.tell(trial, state=TrialState.FAIL)
             return failed(error)
+        ratio = statistics.median(b / a for a, b in pairs)
+        self._study.tell(trial, ratio)
+        self._best = min(self._best, ratio)
         if not self._base:
             self._base = statistics.median(first for first, _ in pairs)
         result = summarise([1e6 * self._base * b / a for a, b in pairs][:MAX_REPEATS])
-        worst = f"{len(pairs)} pairs, {statistics.median(b / a for a, b in pairs):.3f} times"
-        return replace(result, message=f"{worst} the time of {self.in_hand.key}")
+        said = f"{len(pairs)} pairs, {ratio:.3f} times the time of {self.in_hand.key}"
+        return replace(result, message=said)
 
     def resume(self, measurement: Measurement) -> None:
         """Scale times to the time of the config in hand in an earlier run."""
@@ -97,9 +125,14 @@ class InTurns:
             return True
         base, run = self._run(self.in_hand), self._run(config)
         with alone_on_this_machine():
-            pairs = pairs_of(base, run, least=CONFIRMED, seconds=CONFIRMED_SECONDS, give_up=False)
+            pairs = pairs_of(base, run, least=CONFIRMED, seconds=CONFIRMED_SECONDS)
         ratios = sorted(b / a for a, b in pairs)
         return is_faster(ratios)
+
+    def _is_losing(self, trial: Trial, pairs: Pairs) -> bool:
+        """Report the pairs so far to Optuna, and return whether it prunes the trial."""
+        trial.report(min(b / a for a, b in pairs) / self._best, len(pairs) - 1)
+        return trial.should_prune()
 
     def _run(self, config: TileConfig) -> Launch:
         """Return the launches of a config on inputs that all configs share, compiled."""

@@ -9,6 +9,8 @@ from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution
+from optuna.pruners import BasePruner
+from optuna.samplers import BaseSampler
 from optuna.trial import Trial, TrialState, create_trial
 
 from tilegen.errors import Unsupported
@@ -41,7 +43,9 @@ class Search:
             for field in fields(TileConfig)
             if self._untried
         }
-        self._study = _quiet_study(seed)
+        self._study = quiet_study(
+            sampler=optuna.samplers.TPESampler(seed=seed, multivariate=True, constant_liar=True)
+        )
 
     def replay(self, config: TileConfig, us: float | None) -> None:
         """Add the result of an earlier run: the median [us], None for a failure."""
@@ -101,8 +105,10 @@ def _config(params: dict[str, Any]) -> TileConfig | None:
         return None
 
 
-def _quiet_study(seed: int) -> optuna.Study:
-    """Create a study in memory, without log messages.
+def quiet_study(
+    sampler: BaseSampler | None = None, pruner: BasePruner | None = None
+) -> optuna.Study:
+    """Create a study in memory that minimises, without log messages.
 
     Trials on disk are kept in tilegen's own files, since a stored study cannot change the choices
     of a field.
@@ -110,7 +116,6 @@ def _quiet_study(seed: int) -> optuna.Study:
     verbosity = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     try:
-        sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, constant_liar=True)
-        return optuna.create_study(direction="minimize", sampler=sampler)
+        return optuna.create_study(direction="minimize", sampler=sampler, pruner=pruner)
     finally:
         optuna.logging.set_verbosity(verbosity)
