@@ -1,7 +1,8 @@
-"""Rates of this machine's processor, measured once by compiled kernels and kept on disk.
+"""Rates of this machine's processor, measured by compiled kernels and kept on disk.
 
-Choices do not use them: see `host.current_cpu`. They say how fast this machine is: `tilegen doctor`
-prints them, and predictions of times are scaled to them.
+Choices do not use them: see `host.current_cpu`. They say how fast this machine is, and `tilegen
+doctor` prints them. Where times of tuned kernels contradict them, they are measured again: see
+tuning/judged_rates.py.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -40,18 +41,30 @@ RATES = (
 )
 
 
+@dataclass(frozen=True)
+class Kept:
+    """The content of a file of rates."""
+
+    rates: dict[str, float]
+    """Values of RATES."""
+    ratios: tuple[float, ...] = ()
+    """Measured times of the last tuned kernels over those that the rates predict, oldest first."""
+
+
 @cache
 def measured_cpu() -> CpuSpec:
     """Return this machine's processor with its own sizes and rates, measured now or earlier."""
     spec = with_own_sizes(current_cpu())
-    path = _path(spec)
-    rates = _kept(path)
-    if rates is None:
-        rates = measure(spec)
-        try:
-            write_whole(path, json.dumps(rates, indent=2).encode() + b"\n")
-        except Unsupported as error:  # measured again by the next process
-            log.debug("%s", error)
+    kept = read_kept()
+    if kept is None:
+        kept = Kept(measure(spec))
+        keep(kept)
+    return with_rates(kept.rates)
+
+
+def with_rates(rates: dict[str, float]) -> CpuSpec:
+    """Return this machine's processor with its own sizes and the given rates."""
+    spec = with_own_sizes(current_cpu())
     return replace(spec, **rates, measured=True, source="measured on this machine")
 
 
@@ -103,17 +116,28 @@ def _least(run: Callable[[], None]) -> float:
     return max(min(times), 1e-9)
 
 
-def _path(spec: CpuSpec) -> Path:
-    """Return the file of this machine's rates: by processor, host and compiler."""
-    compiler = installed("llvmlite") or "none"
-    return settings().cache_dir / "cpus" / f"{spec.name}-{this_machine()}-{compiler}.json"
-
-
-def _kept(path: Path) -> dict[str, float] | None:
-    """Return the rates of a file; None if there is none that can be used."""
+def read_kept() -> Kept | None:
+    """Read this machine's rates; None if there are none that can be used."""
     try:
-        values: Any = json.loads(path.read_bytes())
+        values: Any = json.loads(_path().read_bytes())
         rates = {name: float(values[name]) for name in RATES}
-    except (OSError, ValueError, TypeError, KeyError):
+        ratios = tuple(float(ratio) for ratio in values.get("ratios", ()))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
-    return rates if all(0 < rate < math.inf for rate in rates.values()) else None
+    usable = all(0 < value < math.inf for value in (*rates.values(), *ratios))
+    return Kept(rates, ratios) if usable else None
+
+
+def keep(kept: Kept) -> None:
+    """Write this machine's rates. A folder that cannot be written is no error."""
+    values = {**kept.rates, "ratios": kept.ratios}
+    try:
+        write_whole(_path(), json.dumps(values, indent=2).encode() + b"\n")
+    except Unsupported as error:  # measured again by the next process
+        log.debug("%s", error)
+
+
+def _path() -> Path:
+    """Return the file of this machine's rates: by processor, host and compiler."""
+    name, compiler = current_cpu().name, installed("llvmlite") or "none"
+    return settings().cache_dir / "cpus" / f"{name}-{this_machine()}-{compiler}.json"

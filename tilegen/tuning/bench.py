@@ -101,6 +101,7 @@ def cpu_bench(task: KernelTask) -> Bench:
     from tilegen.choose.on_cpu import chosen_config
     from tilegen.cpus.host import current_cpu
     from tilegen.tuning.in_turns import InTurns
+    from tilegen.tuning.judged_rates import judge
 
     if reason := cpu.why_not():
         raise Unsupported(f"tuning for a processor measures compiled kernels, but {reason}")
@@ -111,8 +112,15 @@ def cpu_bench(task: KernelTask) -> Bench:
             "elsewhere, take the choice of the model"
         )
     turns = InTurns(chosen_config(task), lambda: Timed.of(task, "cpu").runs)
+
+    def measure_config(config: TileConfig) -> Measurement:
+        measured = turns.measure(config)
+        if config == turns.in_hand and measured.median_us is not None:
+            judge(task, config, 1e-6 * measured.median_us)
+        return measured
+
     return Bench(
-        measure=turns.measure,
+        measure=measure_config,
         check=lambda config: check_config(task.problem, task.kernel, config, device="cpu"),
         confirm=turns.confirm,
         resume=turns.resume,
