@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,16 +10,19 @@ import pytest
 import torch
 
 import tilegen
+from tests.records import timed
 from tilegen import api, pipeline
 from tilegen.choose import on_cpu
 from tilegen.cli.demo_cpu import demonstrate_on_cpu
 from tilegen.cpus.host import current_cpu
 from tilegen.device import ONE_THREAD
+from tilegen.disk import say_once
 from tilegen.errors import Unsupported
 from tilegen.kernels.config import TileConfig
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import plans
-from tilegen.store import TuningRecord
+from tilegen.store import Location, TuningRecord, Versions, save
+from tilegen.store.lookup import like
 from tilegen.task import KernelTask
 from tilegen.tuning import in_turns
 from tilegen.tuning.measure import Measurement
@@ -144,6 +148,42 @@ def test_another_processor_is_not_tuned_for() -> None:
     other = replace(current_cpu(), name="another")
     with pytest.raises(Unsupported, match=r"tuning for another needs that processor, found "):
         tune(KernelTask.of("fwd", PROBLEM, other), trials=1)
+
+
+def test_a_call_borrows_from_another_processor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The nearest processor with the same vectors has a record, which a line names."""
+    others = like(current_cpu())
+    if not others:
+        pytest.skip(f"no other processor of the catalogue has {current_cpu().arch}")
+    monkeypatch.setenv("TILEGEN_CACHE_PATH", str(tmp_path / "shared"))
+    in_hand = chosen()["fwd"][0]
+    task = KernelTask.of("fwd", PROBLEM, current_cpu())
+    other = next(config for config in on_cpu.tuned_space(task) if config != in_hand)
+    found = TuningRecord(
+        gpu=others[0].name,
+        arch=others[0].arch,
+        policy=ONE_THREAD,
+        kernel="fwd",
+        problem=PROBLEM.bucket,
+        config=other,
+        measurement=timed(100.0),
+        versions=Versions(),
+        date="2026-11-26T12:00:00Z",
+    )
+    assert save(found, location=Location(str(tmp_path / "shared"), "shared")).written
+    say_once.cache_clear()
+    q, k, v = torch.randn(1, 2, 64, 32), torch.randn(1, 1, 64, 32), torch.randn(1, 1, 64, 32)
+    with caplog.at_level(logging.INFO, logger="tilegen"):
+        tilegen.attention(q, k, v, mask=tilegen.causal())
+    assert any(
+        line.startswith(f"no measured record for {current_cpu().name}: ")
+        and f"/{others[0].name}/fwd/" in line
+        and line.endswith(" is borrowed")
+        for line in caplog.messages
+    )
+    assert chosen()["fwd"] == (other, "record")
 
 
 def test_the_demonstration_tunes_once() -> None:

@@ -31,8 +31,9 @@ from tilegen.fleet.status import progress
 from tilegen.fleet.storage import open_storage
 from tilegen.fleet.worker import Worker
 from tilegen.kernels.config import TileConfig
-from tilegen.store import Location
+from tilegen.store import Location, TuningRecord
 from tilegen.store.record import record_path
+from tilegen.store.transfer import put
 from tilegen.store.trials import Trial
 from tilegen.tuning.bench import Bench
 from tilegen.tuning.measure import DeviceLost, Measurement
@@ -226,9 +227,16 @@ def test_winners_are_published_to_a_shared_store_once_and_to_every_own_one(
 
 @pytest.mark.parametrize("is_shared", [True, False])
 def test_a_winner_that_another_has_published_meanwhile_is_not_published_here(
-    is_shared: bool, storage: Any, tmp_path: Path
+    is_shared: bool, storage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last two workers of a study see both that it is done and not yet published."""
+    stored: list[TuningRecord] = []
+
+    def put_once(record: TuningRecord, store: Location) -> Any:
+        stored.append(record)
+        return put(record, store)
+
+    monkeypatch.setattr("tilegen.fleet.worker.put", put_once)
     store = Location(str(tmp_path / "shared"), "shared") if is_shared else None
     first, second = (Worker(storage, Machine(tmp_path), trials=4, store=store) for _ in "ab")
     publish = second._publish
@@ -239,6 +247,7 @@ def test_a_winner_that_another_has_published_meanwhile_is_not_published_here(
 
     second._publish = late
     assert second.run([JOB]) == {}
+    assert len(stored) == is_shared
 
 
 def test_a_winner_that_the_store_refuses_is_not_published(

@@ -240,13 +240,16 @@ class Worker:
             )
         except NoRecord as error:
             log.warning("%s", error)
-        if record is not None and self._store != self._own:
+        # On a processor winners are confirmed by a second run, in which two workers may differ:
+        # the first winner to be published stays.
+        is_news = not queue.marked(self._mark)
+        if record is not None and self._store != self._own and (is_news or self._again):
             moved = put(record, self._store)
             if moved.action == "refused":  # no mark is set, so another worker may publish
                 raise Unsupported(str(moved))
             log.info("%s", moved)
-        is_news = not queue.marked(self._mark)
-        queue.mark(self._mark, "none runs" if record is None else record.config.key)
+        if is_news or self._again:
+            queue.mark(self._mark, "none runs" if record is None else record.config.key)
         return record, is_news
 
     @property
