@@ -41,7 +41,7 @@ def told(*arguments: str, code: int = 0) -> Any:
 @pytest.mark.usefixtures("mine")
 def test_list_of_one_place() -> None:
     (line,) = run("list", "own").splitlines()
-    assert line.startswith("own     h200      fwd            m128n64w8s3       400.0 us")
+    assert line.startswith("own     h200      fwd            m128n64w8s3           400 us")
     assert [one["record"]["source"] for one in told("list", "own")] == ["aa"]
     assert told("list", "shipped") == []
 
@@ -50,7 +50,7 @@ def test_list_of_one_place() -> None:
 def test_show() -> None:
     text = run("show", *ASK)
     assert "(own), 0 trials" in text
-    assert "stands before fwd            m128n64w8s3       500.0 us" in text
+    assert "stands before fwd            m128n64w8s3           500 us" in text
     assert "faster (400 us, the other 500 us)" in text
     assert '"median_us": 400.0' in text
     (one,) = told("show", *ASK)

@@ -88,7 +88,7 @@ RULE: dict[str, tuple[list[TuningRecord], int, str]] = {
             record(us=400.0, source="aa"),
         ],
         1,
-        "of one machine the later finding counts (400 us, the other 8800 us)",
+        "of one machine the later finding counts (400 us, the other 8.80 ms)",
     ),
     "the template of the latest finding": (
         [

@@ -6,6 +6,7 @@ import json
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,7 +29,7 @@ from tilegen.tuning.trials import TrialLog
 PROBLEM = AttentionProblem.parse("b4 hq32 hkv8 q4096 d128 bf16 causal")
 FORGED = record(problem=PROBLEM, us=0.01, source="ff")
 HONEST = record(problem=PROBLEM, us=900.0, source="aa")
-WHY = "median_us must be at least 417, since h200 at its peaks takes 556 us"
+WHY = "median_us must be at least 417 us, since h200 at its peaks takes 556 us"
 
 
 @pytest.fixture(autouse=True)
@@ -114,7 +115,7 @@ def test_floor_is_bytes_over_bandwidth_or_products_over_peak(
     problem: str, kernel: str, floor: float
 ) -> None:
     parsed = AttentionProblem.parse(problem)
-    which: dict = {"problem": parsed, "gpu": "h200", "kernel": kernel}
+    which: dict[str, Any] = {"problem": parsed, "gpu": "h200", "kernel": kernel}
     assert too_fast(timed(ALLOWED * floor * 0.98), **which)
     assert not too_fast(timed(ALLOWED * floor * 1.02), **which)
 

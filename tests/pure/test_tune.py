@@ -198,7 +198,8 @@ def test_one_line_for_each_trial_and_a_last_one_to_paste(caplog: pytest.LogCaptu
     trial = re.compile(
         r"\[ +\d+\.\ds\] \d+/30 fwd "
         r"TileConfig\(block_m=\d+, block_n=\d+, num_warps=\d, num_stages=\d\)"
-        r"(  \d+ us  predicted \d+  best \d+| (out of resources|launch failed): .+)"
+        r"(  [\d.]+ [mu]s  predicted [\d.]+ [mu]s  best [\d.]+ [mu]s"
+        r"| (out of resources|launch failed): .+)"
     )
     assert all(trial.fullmatch(line) for line in lines[:30]), lines[:30]
     assert len(lines) == 32
@@ -257,9 +258,7 @@ def test_faster_record_from_elsewhere_stays(
     found = run(Replay())
     assert found.measurement.median_us == 382.28
     assert stored(own_cache) == replace(elsewhere, rivals=(found,))
-    assert (
-        "not won: the one there stays: faster (100 us, the other 382.28 us)" in caplog.messages[-2]
-    )
+    assert "not won: the one there stays: faster (100 us, the other 382 us)" in caplog.messages[-2]
 
 
 def test_own_record_follows_the_ties_that_more_trials_bring(own_cache: Path) -> None:

@@ -248,7 +248,7 @@ def test_the_command_says_what_was_compiled(compile_: Compiler) -> None:
 
     assert not any("Triton" in one or "*" in one for one in lines())
     _, first, *others = lines("--compile")
-    assert re.search(r" us +[\d.]+ us .* 255\* +16\*$", first)
+    assert re.search(r" us +[\d.]+ us .* 255\* +16 B\*$", first)
     assert f"* as compiled by Triton {version('triton')}" in others
     (told,) = [one for one in lines() if one.endswith("*")]
     assert told.startswith(first.split()[0])

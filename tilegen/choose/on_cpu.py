@@ -21,7 +21,7 @@ from tilegen.model.traffic import traffic
 from tilegen.problem import AttentionProblem
 from tilegen.sympy_lock import one_at_a_time
 from tilegen.task import KernelTask, Tiled
-from tilegen.units import bytes_text
+from tilegen.units import bytes_text, percent_text, ratio_text
 
 
 def family_on_cpu(problem: AttentionProblem, direction: Direction) -> FamilySpec:
@@ -100,11 +100,11 @@ def candidate_of(tiled: Tiled) -> Candidate:
     """Return a tile with the model's estimate, and a sentence that gives the reason for it."""
     cost = estimate(tiled)
     moved, least = cost.read_bytes + cost.write_bytes, cost.lower_bound_bytes
-    bound = f", {moved / least:.1f} times the lower bound" if least else ""
+    bound = f", {ratio_text(moved / least)} times the lower bound" if least else ""
     share = dict(cost.terms)[cost.limit] / cost.seconds
     reason = (
         f"{tiled.spec.loop.tile(tiled.config)}: {bytes_text(moved)} to and from caches{bound}; "
-        f"{share:.0%} of the time is {TERMS[cost.limit]}"
+        f"{percent_text(share)} of the time is {TERMS[cost.limit]}"
     )
     return Candidate(kernel=cost.kernel, config=cost.config, estimate=cost, reason=reason)
 

@@ -7,7 +7,7 @@ from tilegen.model.estimate import CostEstimate
 from tilegen.model.footprint import footprint
 from tilegen.model.on_chip import residents
 from tilegen.task import Tiled
-from tilegen.units import bytes_text, memory_text
+from tilegen.units import bytes_text, memory_text, ratio_text
 
 _WAITS_FOR = {
     "tensor": "the tensor cores",
@@ -30,10 +30,9 @@ def reason_of(tiled: Tiled, cost: CostEstimate) -> str:
     if cost.limit == "tensor" and not on_tensor_cores(tiled.problem.dtype, gpu.arch):
         waits_for = "fp32 multiply-adds"
     spills = f"; may spill {needs.spill_bytes} bytes a thread" if needs.spill_bytes else ""
-    # The bound is 0 for kernels that only pass intermediates on, if the mask keeps no pair.
-    bound = (
-        f", {moved / least:.1f} times the lower bound" if (least := cost.lower_bound_bytes) else ""
-    )
+    # The bound is 0 where a kernel only hands intermediates on and the mask keeps no pair.
+    least = cost.lower_bound_bytes
+    bound = f", {ratio_text(moved / least)} times the lower bound" if least else ""
     tile = tiled.spec.loop.tile(config)
     return (
         f"{tile}: {bytes_text(moved)} to and from L2{bound}; waits for {waits_for}, "

@@ -12,6 +12,7 @@ import typer
 from tilegen import api
 from tilegen.cli.options import Json, console, print_json, say_unless
 from tilegen.errors import Unsupported
+from tilegen.units import memory_text, seconds_text
 
 if TYPE_CHECKING:
     from tilegen.bundles.building import Made
@@ -66,7 +67,7 @@ def generate(
             {**_summary(written), "manifest": str(out / MANIFEST), "seconds": round(seconds, 3)}
         )
     else:
-        say(f"{_in_words(written)}, {seconds:.1f} s")
+        say(f"{_in_words(written)}, {seconds_text(seconds)}")
         say(f"manifest: {out / MANIFEST}")
 
 
@@ -101,13 +102,14 @@ def bundle(
 
 def _line(made: Made) -> str:
     binary, used = made.binary, made.binary.resources
-    head = f"{binary.arch:12}{binary.kernel:15}{binary.config.key:14}"
+    head = f"{binary.arch:12}{binary.kernel:15}{binary.config.key:17}"
     if binary.on_cpu is not None:
-        return f"{head}{binary.on_cpu.scratch_bytes:7} bytes of scratch a thread  '{made.problem}'"
+        scratch = memory_text(binary.on_cpu.scratch_bytes)
+        return f"{head}{scratch:>8} of scratch a thread  '{made.problem}'"
     spills = f", {used.spill_bytes} bytes spilled" if used.spill_bytes else ""
     return (
         f"{head}{used.registers:4} registers "
-        f"{used.shared_bytes:7} bytes shared{spills}  '{made.problem}'"
+        f"{memory_text(used.shared_bytes):>8} shared{spills}  '{made.problem}'"
     )
 
 

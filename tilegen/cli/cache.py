@@ -26,6 +26,7 @@ from tilegen.cli.places import PLACE, answering, check_file, location, shared, s
 from tilegen.devices import device_of
 from tilegen.errors import NoRecord, Unsupported
 from tilegen.problem import AttentionProblem
+from tilegen.units import us_text
 
 if TYPE_CHECKING:
     from tilegen.store.lookup import Found
@@ -376,8 +377,8 @@ def _found(problem: AttentionProblem, spec: Any, kernel: Any) -> Found | None:
 
 def _line(record: TuningRecord) -> str:
     median = record.measurement.median_us
-    time = f"{median:9.1f} us" if median else "  unmeasured"
-    return f"{record.kernel:15}{record.config.key:14}{time}"
+    time = f"{us_text(median):>10}" if median else "unmeasured"
+    return f"{record.kernel:15}{record.config.key:17} {time}"
 
 
 def _values(record: TuningRecord) -> Any:

@@ -20,6 +20,7 @@ from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.problem import AttentionProblem
 from tilegen.settings import settings
 from tilegen.tuning.tuner import tune
+from tilegen.units import bytes_text, memory_text, seconds_text, us_text
 
 if TYPE_CHECKING:
     from tilegen.gpus.spec import GpuSpec
@@ -96,7 +97,7 @@ class Demo:
                 self._line(
                     kernel if i == 0 else "",
                     f"{candidate.config.key:14}"
-                    f"{1e6 * cost.seconds:8.0f} us predicted, limited by {cost.limit}",
+                    f"{seconds_text(cost.seconds):>8} predicted, limited by {cost.limit}",
                 )
             first = choice.ranked.candidates[0]
             self._line("", f"{first.config.key}: {first.reason}")
@@ -117,14 +118,14 @@ class Demo:
                     continue
                 spills = f", {used.spill_bytes} bytes spilled" if used.spill_bytes else ""
                 if config in choice.seconds:
-                    spills += f", {1e6 * choice.seconds[config]:.0f} us"
+                    spills += f", {seconds_text(choice.seconds[config])}"
                 elif choice.ranked.candidates:
                     spills += ": too many"
                 self._line(
                     name,
                     f"{config.key:14}{spec.arch}  {used.registers:3} registers  "
-                    f"{used.shared_bytes / 1024:6.1f} KiB shared"
-                    f" (predicted {predicted[config] / 1024:.1f}){spills}",
+                    f"{memory_text(used.shared_bytes):>8} shared"
+                    f" (predicted {memory_text(predicted[config])}){spills}",
                 )
 
     def _verify(
@@ -154,17 +155,17 @@ class Demo:
         for direction, costs in directions.items():
             if costs:
                 moved = sum(cost.read_bytes + cost.write_bytes for cost in costs)
-                time_us = 1e6 * sum(cost.seconds for cost in costs)
+                seconds_in_all = sum(cost.seconds for cost in costs)
                 plural = "" if len(costs) == 1 else "s"
                 self._line(
                     direction,
-                    f"{len(costs)} kernel{plural}, {time_us:.0f} us predicted, "
-                    f"{moved / 1e9:.2f} GB between SMs and L2",
+                    f"{len(costs)} kernel{plural}, {seconds_text(seconds_in_all)} predicted, "
+                    f"{bytes_text(moved)} between SMs and L2",
                 )
         compiled = sum(len(choice.tried) for choice in chosen.values())
         self._line("compiled", f"{compiled} configs")
         self._line("verified", f"{len(checks)} outputs, all within what is allowed")
-        self._line("took", f"{seconds:.1f} s")
+        self._line("took", seconds_text(seconds))
 
     def compare(self, problem: AttentionProblem, device: str = "cuda") -> dict[str, float | None]:
         """Measure tilegen, SDPA and FlexAttention; return medians in us, None for an attention that
@@ -201,7 +202,7 @@ class Demo:
             times[name] = result.median_us
             self._line(
                 name,
-                f"{result.median_us:10.1f} us"
+                f"{us_text(result.median_us):>10}"
                 if result.median_us
                 else f"{result.status}: {result.message}",
             )

@@ -22,7 +22,7 @@ from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.problem import AttentionProblem
 from tilegen.settings import settings
 from tilegen.tuning.tuner import tune
-from tilegen.units import seconds_text
+from tilegen.units import memory_text, seconds_text
 
 if TYPE_CHECKING:
     from tilegen.choose.choice import Choice
@@ -83,7 +83,8 @@ class CpuDemo:
         configs |= {kernel: record.config for kernel, record in records.items()}
         times = self._measure(problem)
         self.say("")
-        self.say(f"{len(checks)} outputs right; {time.perf_counter() - started:.1f} s in all")
+        took = seconds_text(time.perf_counter() - started)
+        self.say(f"{len(checks)} outputs right; {took} in all")
         self.say(f'to read a kernel, type: tilegen show "{problem}" --kernel fwd')
         return {
             "problem": problem.key,
@@ -122,7 +123,8 @@ class CpuDemo:
         if not tasks:
             self.say("-- tune: nothing, since calls use the records of an earlier run")
             return {}
-        self.say(f"-- tune: for {seconds:g} s, in turns with the tiles above, on one thread")
+        budget = seconds_text(seconds)
+        self.say(f"-- tune: for {budget}, in turns with the tiles above, on one thread")
         records = {k: tune(task, seconds=seconds / len(tasks)) for k, task in tasks.items()}
         for kernel, record in records.items():
             before, now = chosen[kernel].config, record.config
@@ -144,8 +146,8 @@ class CpuDemo:
             built = cpu.function_of(cpu.load(emitted)).made
             seconds = time.perf_counter() - started
             self.say(
-                f"{kernel:15}{emitted.config.key:14}{len(built.binary) / 1024:5.0f} KiB  "
-                f"{1e3 * seconds:5.0f} ms"
+                f"{kernel:15}{emitted.config.key:17} {memory_text(len(built.binary)):>8}  "
+                f"{seconds_text(seconds):>8}"
             )
 
     def _verify(
@@ -170,10 +172,11 @@ class CpuDemo:
             timings = timed_in_turns(functions, seconds=SECONDS)
             ours = timings["tilegen"]
             times[name] = {who: timing.median for who, timing in timings.items()}
-            line = f"{name:10}tilegen {1e3 * ours.median:8.2f} ms"
+            line = f"{name:10}tilegen {seconds_text(ours.median):>8}"
             for who, timing in timings.items():
                 if timing is not ours:
-                    line += f"  {who} {1e3 * timing.median:8.2f} ms: {_compared(timing.ratio, who)}"
+                    line += f"  {who} {seconds_text(timing.median):>8}: "
+                    line += _compared(timing.ratio, who)
             self.say(line)
         return times
 

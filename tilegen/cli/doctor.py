@@ -14,7 +14,7 @@ from tilegen.private_files import NotPrivate, check_private
 from tilegen.settings import settings
 from tilegen.store import Location, list_records, locations
 from tilegen.store.versions import installed
-from tilegen.units import memory_text
+from tilegen.units import memory_text, rate_text
 from tilegen.version import __version__
 
 PACKAGES = ("torch", "triton", "llvmlite", "numpy", "sympy", "jinja2", "optuna")
@@ -48,7 +48,7 @@ def examine() -> list[Finding]:
         for name, extra in OPTIONAL.items()
     ]
     if gpu := detect():
-        sizes = f"{gpu.num_sms} SMs, {gpu.smem_per_block} bytes of shared memory per program"
+        sizes = f"{gpu.num_sms} SMs, {memory_text(gpu.smem_per_block)} of shared memory per program"
         findings.append(Finding("gpu", f"{gpu.title}: {gpu.arch}, {sizes}"))
     else:
         findings.append(Finding("gpu", "none that PyTorch sees"))
@@ -93,15 +93,16 @@ def _processor() -> list[Finding]:
     memory = memory_text(host.memory_bytes())
     findings.append(Finding("processor", f"{known.name}: {sizes}, {memory} of memory"))
     rates = {
-        "products of fp32": (spec.product_flops_32, known.product_flops_32, "GFLOP/s"),
-        "products of bf16": (spec.product_flops_16, known.product_flops_16, "GFLOP/s"),
-        "exponentials": (spec.exp2_rate, known.exp2_rate, "G/s"),
-        "reading from L2": (spec.l2_bandwidth, known.l2_bandwidth, "GB/s"),
-        "reading from L3": (spec.l3_bandwidth, known.l3_bandwidth, "GB/s"),
-        "reading from memory": (spec.dram_bandwidth, known.dram_bandwidth, "GB/s"),
+        "products of fp32": (spec.product_flops_32, known.product_flops_32, "flop/s"),
+        "products of bf16": (spec.product_flops_16, known.product_flops_16, "flop/s"),
+        "exponentials": (spec.exp2_rate, known.exp2_rate, "/s"),
+        "reading from L2": (spec.l2_bandwidth, known.l2_bandwidth, "B/s"),
+        "reading from L3": (spec.l3_bandwidth, known.l3_bandwidth, "B/s"),
+        "reading from memory": (spec.dram_bandwidth, known.dram_bandwidth, "B/s"),
     }
     for name, (here, there, unit) in rates.items():
-        value = f"{here / 1e9:.3g} {unit} a core; the catalogue says {there / 1e9:.3g}"
+        rates = rate_text(here, unit), rate_text(there, unit)
+        value = f"{rates[0]} a core; the catalogue has {rates[1]}"
         findings.append(Finding(name, value))
     return findings
 

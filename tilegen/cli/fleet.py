@@ -28,6 +28,7 @@ from tilegen.cli.options import (
 from tilegen.cli.plans import plan_of, print_plans
 from tilegen.errors import Unsupported
 from tilegen.tuning.measure import DeviceLost
+from tilegen.units import us_text
 
 if TYPE_CHECKING:
     from tilegen.kernels.config import Kernel
@@ -152,7 +153,7 @@ def fleet_status(
         print_json([{**asdict(x), "configs": x.configs, "state": x.state} for x in studies])
         return
     for study in studies:
-        best = "" if study.best_us is None else f"{study.best_us:9.1f} us"
+        best = "" if study.best_us is None else f"{us_text(study.best_us):>12}"
         abandoned = f", {study.abandoned} put back" if study.abandoned else ""
         console.print(
             f"{study.state:10}{study.finished:5}/{study.configs:<5}{study.running:4} "

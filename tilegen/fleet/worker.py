@@ -28,9 +28,10 @@ from tilegen.store.transfer import put, put_trials
 from tilegen.store.trials import Trial, trial_line, trials_path
 from tilegen.store.versions import versions_for
 from tilegen.tuning.bench import Ahead, Bench, refused
-from tilegen.tuning.measure import DeviceLost, one_line, us
+from tilegen.tuning.measure import DeviceLost, one_line
 from tilegen.tuning.trials import trials_of
 from tilegen.tuning.tuner import tune
+from tilegen.units import us_text
 
 if TYPE_CHECKING:
     from optuna.storages import BaseStorage
@@ -212,7 +213,7 @@ class Worker:
         self._drop(claim)
         self.measured += counts
         time_us = measurement.median_us
-        time_or_why = measurement.failure if time_us is None else f"{us(time_us)} us"
+        time_or_why = measurement.failure if time_us is None else us_text(time_us)
         log.info("%s %s %s%s", job, claim.config.key, time_or_why, "" if counts else " (too late)")
         if lost:
             raise lost

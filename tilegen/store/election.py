@@ -30,6 +30,7 @@ from tilegen.store.floor import too_fast
 from tilegen.store.record import MAX_RIVALS, TuningRecord
 from tilegen.store.versions import is_credible, release_order
 from tilegen.tuning.measure import tie_limit
+from tilegen.units import us_text
 
 SOFTWARE = ("triton", "driver")
 """Versions that a timing depends on. The template's digest takes the place of tilegen's version."""
@@ -94,7 +95,7 @@ def verdict(winner: TuningRecord, loser: TuningRecord) -> str:
     if trouble := no_finding(loser):
         return f"the other is invalid: {trouble}"
     won, lost = winner.measurement.median_us or 0.0, loser.measurement.median_us or 0.0
-    times = f"{won:g} us, the other {lost:g} us"
+    times = f"{us_text(won)}, the other {us_text(lost)}"
     if winner.source and winner.source == loser.source:
         return f"of one machine the later finding counts ({times})"
     current, stored = conditions(winner), conditions(loser)

@@ -10,7 +10,8 @@ from tilegen.kernels.config import Dim, Kernel
 from tilegen.kernels.loops import WIDTHS
 from tilegen.kernels.registry import KERNELS
 from tilegen.problem import AttentionProblem
-from tilegen.tuning.measure import Measurement, us
+from tilegen.tuning.measure import Measurement
+from tilegen.units import us_text
 
 if TYPE_CHECKING:
     from tilegen.gpus.spec import GpuSpec
@@ -32,8 +33,8 @@ def too_fast(measurement: Measurement, problem: AttentionProblem, gpu: str, kern
     if median >= ALLOWED * bound:
         return ""
     return (
-        f"median_us must be at least {us(ALLOWED * bound)}, since {gpu} at its peaks takes "
-        f"{us(bound)} us for the bytes and products of {kernel}; got {median:g}"
+        f"median_us must be at least {us_text(ALLOWED * bound)}, since {gpu} at its peaks takes "
+        f"{us_text(bound)} for the bytes and products of {kernel}; got {us_text(median)}"
     )
 
 

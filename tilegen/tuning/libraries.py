@@ -15,7 +15,8 @@ from tilegen.problem import AttentionProblem
 from tilegen.store.library_record import LibraryRecord, save_library
 from tilegen.store.versions import current_versions
 from tilegen.tuning.bench import DEVICE
-from tilegen.tuning.measure import DeviceLost, Measurement, measure, one_line, survived, us
+from tilegen.tuning.measure import DeviceLost, Measurement, measure, one_line, survived
+from tilegen.units import us_text
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +42,7 @@ def tune_libraries(
         if result.status == "ok":
             result = check_library(problem, direction, backend, DEVICE) or result
         if result.status == "ok":
-            log.info("%s of library %s  %s us", direction, backend, us(result.median_us))
+            log.info("%s of library %s  %s", direction, backend, us_text(result.median_us))
             versions = current_versions()
             timed.append(LibraryRecord(library=backend, measurement=result, versions=versions))
         else:

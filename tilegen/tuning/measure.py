@@ -147,13 +147,6 @@ def survived(error: Exception) -> Measurement:
     return failure
 
 
-def us(value: float | None) -> str:
-    """Format microseconds: three significant digits below 100, else integers; `?` for None."""
-    if value is None:
-        return "?"
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
-
-
 def one_line(error: Exception | str) -> str:
     """Format an error as one printable line of at most MAX_MESSAGE characters."""
     text = error if isinstance(error, str) else str(error) or type(error).__name__

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tilegen.disk import log
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.store.trials import Trial
-from tilegen.tuning.measure import us
+from tilegen.units import seconds_text, us_text
 
 if TYPE_CHECKING:
     from tilegen.model.estimate import CostEstimate
@@ -66,7 +66,7 @@ class Report:
         medians = (trial.measurement.median_us for trial in trials)
         times = [median for median in medians if median is not None]
         if trials:
-            best = f", best {us(min(times))} us" if times else ""
+            best = f", best {us_text(min(times))}" if times else ""
             self.say(f"{len(trials)} trials of earlier runs, {len(times)} timed{best}")
         if self._bar:
             self._bar.update(self._task, completed=len(trials))
@@ -84,17 +84,17 @@ class Report:
             f"[{time.monotonic() - self._started:5.1f}s] {len(trials)}/{self._total} "
             f"{self._kernel} {config!r}"
         )
-        best = "" if winner is None else f"best {us(trials[winner].measurement.median_us)}"
+        best = "" if winner is None else f"best {us_text(trials[winner].measurement.median_us)}"
         if measurement.median_us is None:
             self.say(f"{head} {measurement.failure}")
         else:
-            predicted = "" if estimate is None else f"  predicted {us(1e6 * estimate.seconds)}"
-            self.say(f"{head}  {us(measurement.median_us)} us{predicted}  {best}")
+            predicted = "" if estimate is None else f"  predicted {seconds_text(estimate.seconds)}"
+            self.say(f"{head}  {us_text(measurement.median_us)}{predicted}  {best}")
         if self._bar:
-            self._bar.update(self._task, completed=len(trials), best=f"{best} us" if best else "")
+            self._bar.update(self._task, completed=len(trials), best=best)
 
 
 def describe(record: TuningRecord) -> str:
     """Describe what a record's config is for: `412 us, fwd, h200, b4 hq32 ...`."""
-    time_us = us(record.measurement.median_us)
-    return f"{time_us} us, {record.kernel}, {record.gpu}, {record.problem}"
+    time = us_text(record.measurement.median_us)
+    return f"{time}, {record.kernel}, {record.gpu}, {record.problem}"
