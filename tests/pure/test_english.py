@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# To do: tilegen/{cli,cpu,cpus,explaining,fleet,masks,tuning} and tests.
+# To do: tilegen/{cli,cpu,cpus,explaining,fleet,tuning} and tests.
 CLEAN = [
     "benchmarks/**/*.py",
     "tilegen/*.py",
@@ -21,13 +21,13 @@ CLEAN = [
         f"tilegen/{folder}/**/*.py"
         for folder in (
             *("bundles", "calls", "check", "choose", "compiling", "emit", "gpus", "integrations"),
-            *("kernels", "launch", "model", "operators", "runtime", "store", "theory"),
+            *("kernels", "launch", "masks", "model", "operators", "runtime", "store", "theory"),
         )
     ),
 ]
 """Python files without vague names and phrases, as patterns."""
 
-# To do: tilegen/{cli,cpu,explaining,fleet,masks}/README.md.
+# To do: tilegen/explaining/README.md.
 PAGES = [
     "*.md",
     "benchmarks/*.md",
@@ -36,7 +36,7 @@ PAGES = [
     "templates/*.md",
     "tests/**/*.md",
     "tilegen/*.md",
-    "tilegen/{bundles,calls,choose,emit,kernels,model,runtime,store}/*.md",
+    "tilegen/{bundles,calls,choose,cli,cpu,emit,fleet,kernels,masks,model,runtime,store}/*.md",
     "tilegen/integrations/**/*.md",
 ]
 """Pages whose lines of prose fit WIDTH, as patterns."""

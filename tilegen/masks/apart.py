@@ -1,7 +1,7 @@
-"""Masks that keep texts apart, so that not even NaN may pass from one to another: documents of a
-packed sequence, and entries of a padded batch, whose keys end where their lengths say.
+"""Masks under which NaN must not pass between texts: documents of a packed sequence, and entries of
+a padded batch, whose keys end at their lengths.
 
-Other masks are as in PyTorch: 0 times NaN is NaN, wherever a kernel multiplies a dropped pair.
+Other masks behave as in PyTorch: 0 times NaN is NaN, wherever a kernel multiplies a dropped pair.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from tilegen.masks.mask import Mask
 
 
 def apart(mask: Mask) -> Apart:
-    """Return the part of a call that a mask must keep from reaching anything."""
+    """Return the dropped pairs whose NaN must not reach the results."""
     if _holds_documents(mask):
         return "pairs"
     return "keys" if any(_apart(part) == "keys" for part in mask.conjuncts) else ""

@@ -1,4 +1,4 @@
-"""Masks of blocks and what is kept inside of them, as FlexAttention's BlockMask says it."""
+"""Masks of blocks, and of pairs inside of blocks, as a FlexAttention BlockMask lists them."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Blocks:
     """Blocks that are visited, as lists for each row of blocks."""
 
     counts: torch.Tensor
-    """Number of blocks of each row that are asked pair by pair, (batch, heads, rows)."""
+    """Number of blocks of each row in which the mask decides pair by pair, (batch, heads, rows)."""
     indices: torch.Tensor
     """The columns of these blocks, (batch, heads, rows, columns)."""
     whole: tuple[torch.Tensor, torch.Tensor] | None
-    """Counts and indices of blocks that are kept as a whole: nothing is asked there."""
+    """Counts and indices of blocks that are kept as a whole."""
     sides: tuple[int, int]
     """Rows and columns of a block."""
 
@@ -58,28 +58,26 @@ class Blocks:
         return Restriction(block_sparse(whole, side), block_sparse(partial, side))
 
     def _layouts(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return which blocks are partial and which are whole, bool (batch, heads, rows,
-        columns)."""
+        """Compute bool tables of partial and of whole blocks, (batch, heads, rows, columns)."""
         like = self.indices
 
         def layout(listed: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
-            found = torch.zeros(like.shape, dtype=torch.bool, device=like.device)
+            table = torch.zeros(like.shape, dtype=torch.bool, device=like.device)
             if listed is None:
-                return found
+                return table
             counts, indices = listed
             is_listed = torch.arange(indices.shape[-1], device=like.device) < counts[..., None]
-            # What lies beyond the count may name a listed block again: it goes into a column of its
-            # own.
-            columns = torch.where(is_listed, indices.long(), found.shape[-1])
-            return torch.nn.functional.pad(found, (0, 1)).scatter(-1, columns, True)[..., :-1]
+            # Indices beyond the count may repeat a listed block: move them into an extra column.
+            columns = torch.where(is_listed, indices.long(), table.shape[-1])
+            return torch.nn.functional.pad(table, (0, 1)).scatter(-1, columns, True)[..., :-1]
 
         return layout((self.counts, self.indices)), layout(self.whole)
 
     def _same(
         self, inside: Mask, visited: torch.Tensor, whole: torch.Tensor, lengths: tuple[int, int]
     ) -> bool:
-        """Whether a mask leaves exactly the blocks that are listed, and keeps all of those listed
-        as whole, in which it is not asked."""
+        """Check whether a mask leaves exactly the listed blocks, and keeps all pairs of the
+        whole blocks."""
         from tilegen.masks.tiles.tile_ranges import flags  # loads torch
 
         batch, heads, rows, columns = visited.shape

@@ -60,8 +60,8 @@ MATCHED = Form(
 
 
 def compared(form: Form, column: Values) -> Mask:
-    """Return a comparison by the values of its columns, which are the first table of a recipe, or a
-    stand-in: all other values are made alike."""
+    """Return a comparison whose other tables come from the same recipe as `column`, the first
+    table, or are stand-ins like `column`."""
     axes = (column.axes or "")[:-1]
 
     def bounds(axis: str, part: int) -> list[Values]:
@@ -84,8 +84,8 @@ class Sides(NamedTuple):
 
 
 def comparison_of(part: Any, traced: Traced) -> Mask | None:
-    """Return the comparison that a condition is; None where it is none, or where its numbers rise
-    and fall so much that lists of tiles cost less."""
+    """Convert a condition to a comparison; None if it is not a comparison, or if its numbers
+    rise and fall so much that lists of tiles cost less."""
     ((expr,), sources) = merge([(part, traced.captured)])
     made = any(id(one) in traced.derived.made for one in sources)
     sides, is_batched = _separated(expr), expr.has(B)
@@ -108,7 +108,7 @@ def comparison_of(part: Any, traced: Traced) -> Mask | None:
 
 
 def _separated(expr: Any) -> Sides | None:
-    """Return a condition with what depends on k on one side, and on q on the other."""
+    """Separate a condition into a side that depends on k and a side that depends on q."""
     loads = expr.loads()
     batched = all(
         one.args[0] is B and not any(index.has(B) for index in one.args[1:])
@@ -117,7 +117,7 @@ def _separated(expr: Any) -> Sides | None:
     )
     if H in expr.free or not batched or _reads_batch(expr):
         return None
-    if K not in expr.free:  # ranks of what holds are 1, of what does not 0
+    if K not in expr.free:  # the rank of True is 1, of False 0
         return Sides(ZERO, "<", number(expr))
     if Q not in expr.free:
         return Sides(number(opposite(expr)), "<", ONE)
@@ -173,15 +173,15 @@ def _numbers(
     by_batch = [one for side in (sides.column, sides.row) for one in side.loads() if one.has(B)]
     batch = min((len(captured[slot_of(one)]) for one in by_batch), default=1)
     shape = (batch,) if is_batched else ()
-    found: list[torch.Tensor] = []
+    numbers: list[torch.Tensor] = []
     for expr, symbol, length in ((sides.column, K, lengths[1]), (sides.row, Q, lengths[0])):
         index = torch.arange(length, device=device)
         symbols = {symbol: index, B: torch.arange(batch, device=device)[:, None]}
         for name, value in zip((SEQLEN_Q, SEQLEN_KV), lengths, strict=True):
             symbols[name] = torch.full((), value, device=device)  # a copy could not be captured
-        found.append(points(captured, symbols, device)(expr).expand(*shape, length))
-    common = torch.promote_types(found[0].dtype, found[1].dtype)
-    return found[0].to(common), found[1].to(common)
+        numbers.append(points(captured, symbols, device)(expr).expand(*shape, length))
+    common = torch.promote_types(numbers[0].dtype, numbers[1].dtype)
+    return numbers[0].to(common), numbers[1].to(common)
 
 
 def _ranks(
@@ -190,9 +190,9 @@ def _ranks(
     """Return integers that compare by `<`, or `==`, as the numbers do by `relation`."""
     if relation in (">=", ">"):
         column, row = (-one if one.is_floating_point() else ~one for one in (column, row))
-    no_number = column.isnan(), row.isnan()
+    is_nan = column.isnan(), row.isnan()
     if column.is_floating_point():  # in order, as ranks are found by halving
-        column = column.masked_fill(no_number[0], float("inf"))
+        column = column.masked_fill(is_nan[0], float("inf"))
     ordered = column.sort(-1).values
     below_column = torch.searchsorted(ordered, column.contiguous())
     below_row = torch.searchsorted(ordered, row.contiguous(), right=relation in ("<=", ">="))
@@ -201,9 +201,9 @@ def _ranks(
         up_to_row = torch.searchsorted(ordered, row.contiguous(), right=True)
         below_row = torch.where(up_to_row > below_row, below_row, none)
     length = column.shape[-1]
-    return (  # what is no number compares with nothing
-        torch.where(no_number[0], length, below_column),
-        torch.where(no_number[1], none, below_row),
+    return (  # NaN compares with nothing
+        torch.where(is_nan[0], length, below_column),
+        torch.where(is_nan[1], none, below_row),
     )
 
 
@@ -220,7 +220,8 @@ def _below(column: torch.Tensor, row: torch.Tensor) -> Spans:
     end = torch.searchsorted(lowest_on.contiguous(), row)
     dropped_first = torch.searchsorted(highest, row)
     dropped_end = torch.searchsorted(-highest_on, -row, right=True)
-    # What surely is kept lies on one side of what is not: the same for all rows, so that it rises.
+    # Columns that are surely kept lie on one side of the others: the same side for all rows, so
+    # that their ends rise.
     before = dropped_first.sum(-1, keepdim=True) >= (length - dropped_end).sum(-1, keepdim=True)
     return (
         first,
@@ -244,8 +245,7 @@ def _matches(column: torch.Tensor, row: torch.Tensor) -> Spans:
 
 
 def _rising(spans: Spans, length: int) -> Spans:
-    """Return spans that never fall from one row to the next, the outer no smaller, the inner no
-    larger."""
+    """Widen the outer and narrow the inner spans until no end falls from one row to the next."""
     first, end, sure_first, sure_end = spans
     # A row that keeps nothing for certain spoils the rows before it, or those after it: the latter
     # where all of them are such rows.
@@ -268,7 +268,7 @@ def _smallest_on(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _counts(column: torch.Tensor, row: torch.Tensor, relation: Relation) -> torch.Tensor:
-    """Return how many columns each row keeps, from ranks."""
+    """Count the columns that each row keeps, from ranks."""
     ordered = column.sort(-1).values
     below = torch.searchsorted(ordered, row.contiguous())
     if relation != "==":

@@ -174,7 +174,7 @@ def _traced(fn: Callable[[Any, Any, Any, Any], Any]) -> Mask:
     from tilegen.masks.language.texts import to_text
     from tilegen.masks.tracing.trace import trace_mask
 
-    found = trace_mask(fn)
+    traced = trace_mask(fn)
     # Tensors that the function makes are made again by the function alone.
-    text = "" if found.makes_tensors else to_text(found.expr)
-    return noted(mask_of_trace(found), ("function", fn, text, found.captured))
+    text = "" if traced.makes_tensors else to_text(traced.expr)
+    return noted(mask_of_trace(traced), ("function", fn, text, traced.captured))

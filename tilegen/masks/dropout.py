@@ -1,9 +1,9 @@
-"""Dropout of attention weights: which pairs it drops, as a function of where they are.
+"""Dropout of attention weights: the dropped pairs, as a function of their place.
 
-A weight is dropped with probability p, and multiplied by 1 / (1 - p) where it is not. What is drawn
-for a pair is a word of Philox4x32 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
-SC 2011): a function of a call's seed and offset and of the pair's batch entry, head, row and
-column, whatever the tiles of a kernel. So a backward draws the same again, and nothing is stored.
+A weight is dropped with probability p, and otherwise multiplied by 1 / (1 - p). Each pair draws a
+word of Philox4x32 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): a
+function of a call's seed and offset and of the pair's batch entry, head, row and column, whatever
+the tiles of a kernel. A backward draws the same words again, so that nothing is stored.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ class Dropout:
 def drawn_words(
     state: torch.Tensor, batch: int, heads: int, rows: int, columns: int
 ) -> torch.Tensor:
-    """Return the word that is drawn for each pair: int64, (batch, heads, rows, columns).
+    """Compute the word of each pair: int64, (batch, heads, rows, columns).
 
-    The four words of one Philox are those of rows and columns that differ by 8, in a square of
-    SIDE: matrix instructions leave such scores to one thread, whether rows are queries or keys.
+    The four words of one Philox belong to rows and columns that differ by 8, in a square of SIDE:
+    matrix instructions leave such scores to one thread, whether rows are queries or keys.
     """
     half, squares = SIDE // 2, [-(-size // SIDE) for size in (rows, columns)]
     i, j = (torch.arange(half * count, device=state.device) for count in squares)
@@ -76,20 +76,20 @@ def drawn_words(
     seed, offset = state.unbind()
     counter = i[:, None], j, head, offset & _WORD
     words = philox(counter, (seed & _WORD, (seed >> 32) & _WORD))
-    found = torch.stack(torch.broadcast_tensors(*words), -1)
-    found = found.reshape(-1, squares[0], half, squares[1], half, 2, 2).permute(0, 1, 5, 2, 3, 6, 4)
-    found = found.reshape(batch, heads, squares[0] * SIDE, squares[1] * SIDE)
-    return found[..., :rows, :columns]
+    tile = torch.stack(torch.broadcast_tensors(*words), -1)
+    tile = tile.reshape(-1, squares[0], half, squares[1], half, 2, 2).permute(0, 1, 5, 2, 3, 6, 4)
+    tile = tile.reshape(batch, heads, squares[0] * SIDE, squares[1] * SIDE)
+    return tile[..., :rows, :columns]
 
 
 def philox(counter: Words, key: tuple[torch.Tensor, torch.Tensor], rounds: int = ROUNDS) -> Words:
-    """Return the four words of Philox4x32; words are int64 tensors of 0..2**32 - 1."""
+    """Compute the four words of Philox4x32; words are int64 tensors of 0..2**32 - 1."""
     a, b, c, d = counter
     key_0, key_1 = key
     for _ in range(rounds):
-        one, other = a * _MULTIPLIERS[0], c * _MULTIPLIERS[1]  # 64 bits of them, wrapped around
-        a, c = (other >> 32 & _WORD) ^ b ^ key_0, (one >> 32 & _WORD) ^ d ^ key_1
-        b, d = other & _WORD, one & _WORD
+        first, second = a * _MULTIPLIERS[0], c * _MULTIPLIERS[1]  # 64 bits, wrapped around
+        a, c = (second >> 32 & _WORD) ^ b ^ key_0, (first >> 32 & _WORD) ^ d ^ key_1
+        b, d = second & _WORD, first & _WORD
         key_0, key_1 = (
             (word + step) & _WORD for word, step in zip((key_0, key_1), _KEY_STEPS, strict=True)
         )

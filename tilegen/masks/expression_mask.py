@@ -48,7 +48,7 @@ follow."""
 
 @lru_cache(maxsize=512)
 def predicate_of(text: str, kinds: tuple[str, ...]) -> Expr:
-    """Return the predicate of a text. Raises InvalidProblem for texts that are none."""
+    """Parse the text of a predicate. Raises InvalidProblem for other texts."""
     expr = from_text(text, kinds)
     if not expr.is_condition or S in expr.free:
         raise InvalidProblem(
@@ -58,7 +58,7 @@ def predicate_of(text: str, kinds: tuple[str, ...]) -> Expr:
 
 
 def canonical(text: str, kinds: tuple[str, ...]) -> str:
-    """Return the one text of a predicate. Raises InvalidProblem for texts that are none."""
+    """Return the canonical text of a predicate. Raises InvalidProblem for other texts."""
     try:
         return to_text(predicate_of(text, kinds))
     except Unsupported as error:
@@ -85,7 +85,8 @@ def mask_of_trace(traced: Traced, *, looks_at_tables: bool = True) -> Mask:
     compared = _compared(list(written), traced) if looks_at_tables else None
     if compared is not None:
         return compared
-    parts = [part if (found := _same_document(part, traced)) is None else found for part in written]
+    documents = [_same_document(part, traced) for part in written]
+    parts = [part if mask is None else mask for part, mask in zip(written, documents, strict=True)]
     compared = _compared(parts, traced)
     return _joined(parts, traced) if compared is None else compared
 
@@ -106,19 +107,19 @@ def _joined(parts: list[Any], traced: Traced) -> Mask:
 def _compared(parts: list[Any], traced: Traced) -> Mask | None:
     """Return the mask with comparisons in the place of conditions that read tensors; None where
     that mask has no closed form."""
-    found: list[Any] = []
+    replaced_parts: list[Any] = []
     for part in parts:
         if isinstance(part, Mask) or not part.loads():
-            found.append(part)
+            replaced_parts.append(part)
             continue
         is_negated = part.op == "not" and part.args[0].args[0].is_float
-        one = comparison_of(part.args[0] if is_negated else part, traced)
-        if one is None:
+        comparison = comparison_of(part.args[0] if is_negated else part, traced)
+        if comparison is None:
             return None
-        found.append(~one if is_negated else one)
-    if not any(isinstance(one, Mask) and one not in parts for one in found):
+        replaced_parts.append(~comparison if is_negated else comparison)
+    if not any(isinstance(part, Mask) and part not in parts for part in replaced_parts):
         return None
-    mask = _joined(found, traced)
+    mask = _joined(replaced_parts, traced)
     sides: tuple[Side, Side] = ("rows", "columns")
     return mask if all(visit(mask.general, side).sets for side in sides) else None
 
@@ -158,7 +159,7 @@ def _cancelled(expr: Expr) -> Expr:
 
 
 def _by_distance(part: Expr) -> Mask | None:
-    """Return a condition on the distance of q and k alone as the mask that it is."""
+    """Convert a condition on the distance of q and k to a named mask; None for other conditions."""
     distances = (Q - K, K - Q, abs(Q - K))
     if part is FALSE or not part.args or not part.args[0].is_int:
         return None
@@ -183,11 +184,11 @@ def _same_document(part: Expr, traced: Traced) -> Mask | None:
     """Return the mask of `ids[q] == ids[k]`, of documents that need not be whole."""
     if part.op != "eq" or any(side.op != "load" for side in part.args):
         return None
-    one, other = part.args
+    left, right = part.args
     (*at, first), (*same, second) = (side.args or (None,) for side in part.args)
-    if slot_of(one) != slot_of(other) or at != same or {first, second} != {Q, K}:
+    if slot_of(left) != slot_of(right) or at != same or {first, second} != {Q, K}:
         return None
-    ids = traced.captured[slot_of(one)]
+    ids = traced.captured[slot_of(left)]
     is_made = id(ids) in traced.derived.made
     if at not in ([], [B]) or ids.dtype.is_floating_point or is_made:
         return None
@@ -195,15 +196,14 @@ def _same_document(part: Expr, traced: Traced) -> Mask | None:
 
 
 def _table(tensor: Any, percent: int, derived: Derived) -> Values:
-    """Return a tensor that is looked up, one that the function made itself by how it was made."""
-    found = table(tensor, percent)
-    recipe = derived.recipe(tensor, getattr(torch, found.elements))
-    return found if recipe is None else replace(found, tensor=None, recipe=recipe)
+    """Return the values of a tensor that is looked up: a recipe if the function made the tensor."""
+    looked_up = table(tensor, percent)
+    recipe = derived.recipe(tensor, getattr(torch, looked_up.elements))
+    return looked_up if recipe is None else replace(looked_up, tensor=None, recipe=recipe)
 
 
 def typical(mask: Mask) -> Mask:
-    """Return a mask of random blocks, of as many percent, in the place of each mask whose tables
-    are missing."""
+    """Replace each mask whose tables are missing by random blocks of the same density."""
     if mask.form in (KEEP, ORDERED, MATCHED) and mask.is_stand_in:
         percent = mask.values[0].typical
         layout = Values(axes="", typical=percent, kind="bool", pattern="layout", block=BLOCK)
@@ -218,7 +218,7 @@ LONGEST = 4096
 
 
 def _percent_live(keep: Any, captured: tuple[Any, ...]) -> int:
-    """Return how many percent of the tiles a mask leaves, rounded up to a power of two.
+    """Return the percentage of tiles that a mask leaves, rounded up to a power of two.
 
     The length of a call is not known yet; the longest dimension of the tensors read is a good
     guess.

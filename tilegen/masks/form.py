@@ -1,4 +1,5 @@
-"""Forms of masks: what masks have in common that differ in their arguments alone."""
+"""Forms of masks, such as causal and window: the parts of a mask that its arguments do not
+change."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ Side = Literal["rows", "columns"]
 """The axis whose tile stays on chip: query rows, past which KV tiles stream, or KV columns, past
 which query tiles stream."""
 Apart = Literal["", "keys", "pairs"]
-"""The part of a call that must reach nothing, not even as NaN: keys from some key on, or any pair
-that is dropped; empty: none."""
+"""The dropped pairs whose NaN must not reach the results: all pairs, keys from some key on (of
+padded batches), or none (empty)."""
 Condition = Any
 """An expression or a bool."""
 
@@ -49,17 +50,17 @@ class Form:
     spelt: Callable[..., str] | None = None
     """The notation of `spelt(*args)`; by default `name(ARGUMENTS)`."""
     window: Callable[..., Window] | None = None
-    """The bounds `window(*args)`, for forms that say nothing else."""
+    """The bounds `window(*args)`, for forms that are a window."""
     check_lengths: Callable[..., None] | None = None
     """The check `check_lengths(seqlen_q, seqlen_kv, *args)`, which raises InvalidProblem."""
     shape_of_parts: Callable[..., Shape] | None = None
     """The shape `shape_of_parts(shape, *args)` of a call within the masks among the arguments."""
     apart: Callable[..., Apart] | None = None
-    """The part of a call `apart(*args)` that must reach nothing."""
+    """The dropped pairs `apart(*args)` whose NaN must not reach the results."""
     is_solved: bool = False
     """Whether each mask of the form has a closed form: decided without expressions."""
     is_tied: bool = False
-    """Whether a mask has a meaning at its own lengths only."""
+    """Whether the arguments fix the lengths of the sequences."""
 
     def __post_init__(self) -> None:
         _FORMS[self.name] = self

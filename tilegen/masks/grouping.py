@@ -1,4 +1,5 @@
-"""Query heads that one tile may hold together: those of a group, where nothing tells them apart."""
+"""Query heads that a tile may hold together: the heads of a group, if no mask or score
+distinguishes them."""
 
 from __future__ import annotations
 
@@ -15,9 +16,11 @@ if TYPE_CHECKING:
 
 
 def packed_heads(problem: AttentionProblem) -> int:
-    """Return the heads of a tile that holds those of a group, a power of two; 1 where each head
-    needs tiles of its own: it is alone, too many share a key-value head, or mask or score depend on
-    the head."""
+    """Return the number of heads in a tile that holds a whole group, a power of two.
+
+    The number is 1 if each head needs its own tiles: the group has one head or too many, or mask or
+    score depend on the head.
+    """
     heads = 1 << (problem.group_size - 1).bit_length()
     if heads not in HEADS or _tells_heads_apart(problem.mask.general, problem.score):
         return 1
@@ -25,8 +28,8 @@ def packed_heads(problem: AttentionProblem) -> int:
 
 
 def heads_of_tiles(problem: AttentionProblem) -> tuple[int, ...]:
-    """Return the numbers of heads that a tile may hold: all of a group, or a part of at least 16
-    that divides it, or one where each needs tiles of its own."""
+    """Return the possible numbers of heads in a tile: a whole group, divisors of the group from
+    16 heads on, or 1 if each head needs its own tiles."""
     heads = packed_heads(problem)
     parts = (one for one in HEADS if 16 <= one < heads and problem.group_size % one == 0)
     return *parts, heads

@@ -1,4 +1,4 @@
-"""Kinds of masks: what masks are that differ in their tensors alone."""
+"""Kinds of masks: masks of one kind differ in their tensors alone."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ FULL = full()
 
 @dataclass(frozen=True, eq=False)
 class MaskKind:
-    """Masks with an equal stand-in. Told from other kinds by identity, which takes calls less long
-    than to compare masks."""
+    """Masks with an equal stand-in. Kinds are compared by identity, which is faster than comparing
+    masks."""
 
     mask: Mask
     """The stand-in."""
 
     @cached_property
     def checks_lengths(self) -> bool:
-        """Whether there are lengths at which such masks have no meaning."""
+        """Whether some lengths may be invalid for such masks."""
         return self.mask.checks_lengths
 
     @cached_property
     def padded(self) -> tuple[MaskKind, int]:
-        """The kind of the same masks that leave each batch entry its first columns besides, and
-        where among the values of these the lengths stand."""
+        """The kind of the same masks for padded batches, and the index of the lengths among the
+        values of such a mask."""
         lengths = lengths_of(None)
         joined = self.mask & kv_prefix(lengths)
         at = next(i for i, one in enumerate(joined.values) if one is lengths)
@@ -44,13 +44,13 @@ class MaskKind:
 
 
 def lengths_of(tensor: torch.Tensor | None) -> Values:
-    """Return the lengths of padded batches as a mask reads them, or a stand-in. Tiles are chosen as
-    if nothing was padded, since nobody looks."""
+    """Return the lengths of padded batches as values of a mask, or a stand-in. Tiles are chosen
+    as if nothing was padded: looking at the lengths would wait for the device."""
     return Values(axes="b", typical=MAX_WINDOW, tensor=tensor)
 
 
 def check_mask(given: Any) -> None:
-    """Raise InvalidProblem for what is no mask."""
+    """Raise InvalidProblem for a value that is not a mask."""
     if not isinstance(given, Mask):
         raise InvalidProblem(
             f"mask must be a tilegen mask such as tilegen.causal(), got {type(given).__name__}"
@@ -58,7 +58,8 @@ def check_mask(given: Any) -> None:
 
 
 def kind_of_mask(mask: Mask) -> MaskKind:
-    """Return the kind of a mask, which it then keeps. Raises InvalidProblem for what is none."""
+    """Return the kind of a mask, and store it in the mask. Raises InvalidProblem for other
+    values."""
     kind: MaskKind | None = getattr(mask, "_kind", None)
     if kind is None:
         check_mask(mask)

@@ -33,7 +33,7 @@ class _Making(tuple[Any, ...]):
 
 
 def noted(made: T, how: tuple[Any, ...]) -> T:
-    """Return a new mask or score, which keeps how it was made: a word and what it was made of."""
+    """Record in a new mask or score how it was made: a word, then the inputs. Return the mask."""
     vars(made)["_made"] = _Making(how)
     return made
 
@@ -50,8 +50,8 @@ def is_traced() -> bool:
 
 
 def made_once(make: Callable[P, T]) -> Callable[P, T]:
-    """Return a function whose results are kept by its arguments; torch.compile, which would warn of
-    the memory, traces the one given."""
+    """Cache the results of a function by its arguments. torch.compile, which warns of such caches,
+    traces the function itself."""
     known: Any = lru_cache(MAX_KNOWN)(make)
 
     @wraps(make)
@@ -76,5 +76,5 @@ class Chain:
         self.parts = parts
 
     def then(self, other: Any) -> Chain:
-        """Return the scores with one more."""
+        """Append a score."""
         return Chain((*self.parts, other))

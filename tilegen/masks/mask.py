@@ -78,7 +78,7 @@ class Mask:
         return keep, keep
 
     def kept(self, q: Any, k: Any, seqlen_q: int, seqlen_kv: int, b: Any = 0, h: Any = 0) -> Any:
-        """Compute which pairs of index tensors are kept: a bool tensor that broadcasts to them."""
+        """Compute a bool tensor, True for kept pairs, that broadcasts to index tensors q and k."""
         from tilegen.masks.pairs import kept  # loads torch
 
         return kept(self.predicate(), self.values, Pair(b, h, q, k, seqlen_q, seqlen_kv))
@@ -107,12 +107,12 @@ class Mask:
         return self.parts if self.form is AND else (self,)
 
     def shape_of_parts(self, shape: Shape) -> Shape:
-        """Return the shape that the parts are given for the shape of a call."""
+        """Return the shape within which the parts are evaluated, for the shape of a call."""
         inside = self.form.shape_of_parts
         return shape if inside is None else inside(shape, *self.args)
 
     def check_lengths(self, seqlen_q: int, seqlen_kv: int) -> None:
-        """Raise InvalidProblem where the mask has no meaning at these lengths."""
+        """Raise InvalidProblem if the mask is undefined at these lengths."""
         if self.form.check_lengths is not None:
             self.form.check_lengths(seqlen_q, seqlen_kv, *self.args)
             return
@@ -121,13 +121,12 @@ class Mask:
 
     @property
     def checks_lengths(self) -> bool:
-        """Whether there may be lengths at which the mask has no meaning."""
+        """Whether some lengths may be invalid for the mask."""
         return self.form.check_lengths is not None or any(p.checks_lengths for p in self.parts)
 
     @property
     def is_tied(self) -> bool:
-        """Whether the mask has a meaning at its own lengths only: its tables, or its form, have
-        them."""
+        """Whether the tables or the form of the mask fix the lengths of the sequences."""
         return (
             self.form.is_tied
             or any(not value.is_stand_in for value in self.values)
@@ -141,23 +140,23 @@ class Mask:
 
     @cached_property
     def places_of_values(self) -> tuple[tuple[Values, Mask | None], ...]:
-        """The same tensors, each with the mask that says which shape its axes are of, by
-        `shape_of_parts`; None for the shape of a call."""
+        """The same tensors, each with the enclosing mask whose `shape_of_parts` gives the sizes of
+        its axes; None for the shape of the call."""
         return tuple(values_of(self))
 
     @cached_property
     def is_stand_in(self) -> bool:
-        """Whether a tensor is missing, so that the mask can be reasoned about but not computed."""
+        """Whether a tensor is missing: such a mask can be modelled, but not computed."""
         return any(value.is_stand_in for value in self.values)
 
     @cached_property
     def stand_in(self) -> Mask:
-        """The mask without its tensors, by which records are found and the model chooses."""
+        """The mask without its tensors: the key of records, and the input of the model."""
         return self.described()
 
     @cached_property
     def general(self) -> Mask:
-        """The stand-in that kernels are specialised on: its numbers are typical of no tensor."""
+        """The stand-in for which kernels are emitted: every run-time value is TYPICAL."""
         return self.described(typical=TYPICAL)
 
     def described(self, **changes: Any) -> Mask:
@@ -173,7 +172,7 @@ class Mask:
         return draw(self.pairs(seqlen_q, seqlen_kv), str(self), block_m, block_n)
 
     def pairs(self, seqlen_q: int, seqlen_kv: int) -> NDArray[np.bool_]:
-        """Return which pairs of the first head are kept; typical tensors stand for missing ones."""
+        """Compute the kept pairs of the first head, with typical tensors for missing tensors."""
         import torch
 
         real = self.realized(Shape(1, 1, seqlen_q, seqlen_kv))
@@ -189,15 +188,15 @@ class Mask:
         return with_values(whole, lambda one: one.realized(sizes, device))
 
     def __and__(self, other: Mask) -> Mask:
-        """Return the mask that keeps what both keep."""
+        """Return the intersection of two masks."""
         return _joined("&", intersect, self, other)
 
     def __or__(self, other: Mask) -> Mask:
-        """Return the mask that keeps what either keeps."""
+        """Return the union of two masks."""
         return _joined("|", unite, self, other)
 
     def inverted(self) -> Mask:
-        """Return the mask that keeps what this one drops: `~`, which torch.compile cannot trace."""
+        """Return the complement. torch.compile traces this method, but not `~`."""
         return self.args[0] if self.form is NOT else Mask.of(NOT, self)
 
     __invert__ = inverted
@@ -220,10 +219,7 @@ PENDING = Form("pending", _pending)
 
 
 class Pending(Mask):
-    """A mask that torch.compile makes when its function runs, from tensors not seen before.
-
-    Equal to itself alone.
-    """
+    """A mask that is built when a compiled function runs. Equal to itself alone."""
 
     __setattr__ = object.__setattr__  # torch.compile does not trace how frozen objects are made
     __eq__ = object.__eq__  # pyright: ignore[reportAssignmentType]
@@ -370,7 +366,10 @@ def _flat(masks: tuple[Mask, ...], join: Form) -> list[Mask]:
 
 
 def values_of(mask: Mask, within: Mask | None = None) -> Iterator[tuple[Values, Mask | None]]:
-    """Yield what `places_of_values` has of a mask that is a part of `within`."""
+    """Yield each table of a mask with the enclosing mask that gives the table its shape.
+
+    `within` encloses the whole mask; None is the call itself.
+    """
     inside = within if mask.form.shape_of_parts is None else mask
     for argument in mask.args:
         if isinstance(argument, Values):

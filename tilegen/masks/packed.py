@@ -125,11 +125,10 @@ class Documents:
 
     @classmethod
     def of(cls, cu_seqlens: torch.Tensor, tokens: int) -> Documents:
-        """Return the documents of a sequence of so many tokens, without waiting for a device."""
+        """Locate the documents of a sequence of `tokens` tokens, without waiting for a device."""
         start = cu_seqlens.long().contiguous()
         token = torch.arange(tokens, device=start.device)
-        # Where the last tokens belong to no document, or cu_seqlens are none, nothing is read
-        # outside of tables.
+        # Clamp: the last tokens may belong to no document, and cu_seqlens may be invalid.
         document = (torch.searchsorted(start, token, right=True) - 1).clamp(min=0)
         length = torch.cat([start.diff(), torch.zeros_like(start[:1])])
         return cls(start, length, document, token - start[document])
@@ -168,8 +167,11 @@ def _keep_within(
 
 
 def _shape_within(shape: Shape, *args: Any) -> Shape:
-    """Return as many batch entries as there are documents, and the lengths of the longest: 1 where
-    these may not be looked at, those of all tokens where nothing is known of any."""
+    """Return a shape with a batch entry for each document and the lengths of the longest document.
+
+    The lengths are 1 if looking at cu_seqlens would wait for a device, and those of all tokens for
+    a stand-in.
+    """
     start_q: Values = args[3]
     recipe = start_q.recipe
     if recipe is None:
@@ -179,14 +181,14 @@ def _shape_within(shape: Shape, *args: Any) -> Shape:
 
 
 def _check_longest(seqlen_q: int, seqlen_kv: int, *args: Any) -> None:
-    """Check the mask at the length of the longest document, where that may be looked at."""
+    """Check the mask at the length of the longest document, unless that would wait for a device."""
     if longest := _longest(args[3]):
         args[2].check_lengths(*longest)
 
 
 def _longest(start_q: Values) -> Lengths | None:
-    """Return the rows and the columns of the longest document; None where these are not to be
-    looked at."""
+    """Return the rows and the columns of the longest document; None if reading them would wait
+    for a device."""
     sources = start_q.recipe.sources if start_q.recipe else ()
     if not sources or not all(map(is_checked, sources)):
         return None
@@ -255,12 +257,12 @@ def places(cu_q: torch.Tensor, cu_kv: torch.Tensor, lengths: Lengths) -> Tables:
     """Return the document of rows and of columns, its start for both, and by row its lengths in
     rows and in columns."""
     rows, columns = Documents.of(cu_q, lengths[0]), Documents.of(cu_kv, lengths[1])
-    found = (
+    numbers = (
         *(rows.document, columns.document),
         *(rows.start[rows.document], columns.start[columns.document]),
         *(rows.length[rows.document], columns.length[rows.document]),
     )
-    return tuple(one.int() for one in found)
+    return tuple(one.int() for one in numbers)
 
 
 def _runs(ids: torch.Tensor, lengths: Lengths) -> Tables:
@@ -282,8 +284,8 @@ def _numbered(ids: torch.Tensor, lengths: Lengths) -> Tables:
     ordered, order = ids.flatten().long().sort()
     number = torch.zeros_like(order)
     number[1:] = (ordered[1:] != ordered[:-1]).long().cumsum(0)
-    found = torch.empty_like(order).scatter_(0, order, number).view(ids.shape)
-    return tuple(found[..., :size].int().contiguous() for size in lengths)
+    renumbered = torch.empty_like(order).scatter_(0, order, number).view(ids.shape)
+    return tuple(renumbered[..., :size].int().contiguous() for size in lengths)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -291,7 +293,7 @@ def _numbered(ids: torch.Tensor, lengths: Lengths) -> Tables:
 
 
 def _counted(ids: torch.Tensor) -> tuple[int, int]:
-    """Return how many runs of the same id there are, and how many different ids, over all rows."""
+    """Count runs of the same id, and different ids, over all rows."""
     each = ids[None] if ids.ndim == 1 else ids
     runs = len(each) + int((each[:, 1:] != each[:, :-1]).sum())
     return runs, sum(len(row.unique()) for row in each)
@@ -330,7 +332,7 @@ def _check_rising(cu_seqlens: torch.Tensor, name: str) -> None:
 
 
 def _typical(cu_seqlens: torch.Tensor) -> int:
-    """Return the length of the document a token lies in, on average."""
+    """Return the mean over tokens of the length of their document."""
     if cu_seqlens.device.type != "cpu":
         return UNKNOWN
     lengths = cu_seqlens.diff().double()

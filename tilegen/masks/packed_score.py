@@ -38,8 +38,8 @@ def within_documents(
 
 
 def _check_sizes(score: Score, cu_q: torch.Tensor, cu_kv: torch.Tensor) -> None:
-    """Raise InvalidProblem where a tensor has not the sizes of the documents: as many, and as long
-    as the longest, where that may be looked at."""
+    """Raise InvalidProblem for a tensor whose sizes are not those of the documents: their
+    number, and the length of the longest if that may be read."""
     needed = {"b": len(cu_q) - 1}
     if is_checked(cu_q) and is_checked(cu_kv):
         needed |= {"q": int(cu_q.diff().max()), "k": int(cu_kv.diff().max())}
@@ -48,8 +48,8 @@ def _check_sizes(score: Score, cu_q: torch.Tensor, cu_kv: torch.Tensor) -> None:
 
 @lru_cache(maxsize=256)
 def _rewritten(text: str, kinds: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
-    """Return the text of a score within documents, and the names of the tables that it reads after
-    its own tensors."""
+    """Return the text of a score within documents, and the names of the tables that follow its
+    own tensors."""
     expr = from_text(text, kinds)
     if not free_parts(expr) & {"b", "q", "k"} and not expr.has(SEQLEN_Q, SEQLEN_KV):
         return text, ()

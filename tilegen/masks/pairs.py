@@ -14,11 +14,11 @@ from tilegen.masks.language.rewriting import renamed
 from tilegen.masks.values import Made, Pair, Values
 
 AT = Pair(*PAIR)
-"""The pair of which compiled predicates are."""
+"""The pair of compiled predicates."""
 
 
 def named(values: Sequence[Values], condition: Any) -> Expr:
-    """Return a condition in which look-ups name their values by their places: t0, t1, ..."""
+    """Replace look-ups of values by t0, t1, ..., in the order of the values."""
     slots = {value.slot: (place, value.elements_kind) for place, value in enumerate(values)}
     return renamed(as_expr(condition), slots)
 

@@ -1,7 +1,7 @@
-"""Score changes: what is done to the logits between the product q k^T and the softmax.
+"""Score changes: functions of the logits between the product q k^T and the softmax.
 
 A score is a small frozen value: the canonical text of an expression in s (the logit after scaling),
-b, h, q and k, and the tensors it reads. A cached call only hashes scores.
+b, h, q and k, and the tensors that it reads. A cached call only hashes scores.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ScoreForm:
-    """A score change without its tensors, as records say it; kernels are specialised on it."""
+    """A score change without its tensors: the key of records, and what kernels are specialised
+    on."""
 
     text: str
     captured: tuple[str, ...] = ()
@@ -69,7 +70,7 @@ class ScoreForm:
 
 
 def check_function(score: Any) -> None:
-    """Raise InvalidProblem for what is neither a score nor a function."""
+    """Raise InvalidProblem for a value that is neither a score nor a function."""
     if not callable(score):
         raise InvalidProblem(
             "score must be a tilegen score such as tilegen.softcap(20.0), or a function of "
@@ -99,10 +100,8 @@ def parse_score(notation: str) -> ScoreForm:
 
 @dataclass(frozen=True, eq=False)
 class Score:
-    """A score change; `a.then(b)` applies b to what a returns.
-
-    Two are equal when their texts are equal and their tensors are the same objects.
-    """
+    """A score change; `a.then(b)` applies b to the result of a. Scores are equal if their texts
+    are equal and their tensors are the same objects."""
 
     text: str = "s"
     """The change in canonical spelling; `s` is the scaled score, unchanged."""
@@ -117,7 +116,8 @@ class Score:
     derived: tuple[Derived, ...] = field(default=(), repr=False)
     """The steps by which functions made captured tensors of others."""
     unused: tuple[torch.Tensor, ...] = field(default=(), repr=False)
-    """Tensors that a function reads and does not depend on: their gradient is 0."""
+    """Tensors that a function reads, and on which the result does not depend: their gradient is
+    0."""
 
     def _identity(self) -> tuple[object, ...]:
         return (self.text, *map(id, (*self.captured, self.sink_logits, *self.unused)))
@@ -147,8 +147,8 @@ class Score:
         return self.form.expression()
 
     def anew(self) -> Score:
-        """Return the score with what its function made of other tensors made again: values that
-        were changed in place are seen, and gradients reach what it was made of."""
+        """Compute again the tensors that the score's function derives from other tensors, so
+        that in-place changes are seen and gradients reach the other tensors."""
         if not self.derived:
             return self
         captured, unused = (
@@ -265,11 +265,10 @@ def sinks(logits: torch.Tensor) -> Score:
 
 
 def score(function: Callable[..., Any]) -> Score:
-    """Trace `function(score, b, h, q_idx, kv_idx)` as a score: FlexAttention's score_mod,
-    unchanged.
+    """Trace `function(score, b, h, q_idx, kv_idx)`, FlexAttention's score_mod, as a score.
 
-    Tensors that it makes of those it captures are made again at each call. Raises Unsupported,
-    naming the term, for what has no expression.
+    Tensors that the function derives from captured tensors are computed again at each call. Raises
+    Unsupported, naming a term that has no expression.
     """
     if is_traced():
         return Chain((function,))  # type: ignore[return-value]
@@ -277,14 +276,14 @@ def score(function: Callable[..., Any]) -> Score:
 
 
 def traced(function: Callable[..., Any]) -> Score:
-    """Return the score that a function computes, without keeping the function."""
+    """Trace a function as a score, and keep no reference to the function."""
     from tilegen.masks.language.scores import text_of
     from tilegen.masks.tracing.trace import trace_score
 
-    found = trace_score(function)
-    text = text_of(found.expr)
-    derived = (found.derived,) if found.makes_tensors else ()
-    return Score(text, found.captured, derived=derived, unused=found.unused)
+    traced_score = trace_score(function)
+    text = text_of(traced_score.expr)
+    derived = (traced_score.derived,) if traced_score.makes_tensors else ()
+    return Score(text, traced_score.captured, derived=derived, unused=traced_score.unused)
 
 
 def _check(name: str, tensor: torch.Tensor, dimensions: tuple[int, ...]) -> None:

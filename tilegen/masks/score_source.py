@@ -64,7 +64,7 @@ def score_source(
     value = form.expression()
     _check_indices(form, value)
     loads = sorted(value.loads(), key=to_text)
-    trained = [one for one in loads if trains and slot_of(one) in form.trained]
+    trained = [load for load in loads if trains and slot_of(load) in form.trained]
     slope, *factors = derivatives(value, [S, *trained])
     wanted = {"score": value}
     has_slope = not _is_one(slope)
@@ -80,10 +80,10 @@ def score_source(
     sources = backward.sources(wanted)
     sources["score"] = _as_tile(sources["score"], value)
     gradients: list[CapturedGradient] = []
-    for i, one in enumerate(trained):
+    for i, trained_load in enumerate(trained):
         load = backward.loads.found[sources.pop(f"element{i}")]
         times = f" * factor{i}" if f"factor{i}" in wanted else ""
-        parts = free_parts(one) & {"q", "k"}
+        parts = free_parts(trained_load) & {"q", "k"}
         along = "qk" if side == "rows" else "kq"
         axes = [axis for axis, part in enumerate(along) if part not in parts]
         reduce = "part"
@@ -94,7 +94,10 @@ def score_source(
         gradients.append(CapturedGradient(f"d{load.where}", load.guard, times, reduce))
     return ScoreSource(
         forward=(*forward.statements, f"s = {changed}"),
-        backward=(*backward.statements, *(f"{name} = {one}" for name, one in sources.items())),
+        backward=(
+            *backward.statements,
+            *(f"{name} = {source}" for name, source in sources.items()),
+        ),
         has_slope=has_slope,
         gradients=tuple(gradients),
         extras=reading(
@@ -124,16 +127,16 @@ def _writer(form: ScoreForm, precise: bool) -> Writer:
 
 def _check_indices(form: ScoreForm, value: Expr) -> None:
     """Raise Unsupported for an index that has a gradient, which would be lost."""
-    for found in value.loads():
-        for index in found.args:
+    for load in value.loads():
+        for index in load.args:
             if index.has(S):
                 raise Unsupported(
                     f"expected indices that do not depend on the score, got {to_text(index)} in "
-                    f"{to_text(found)}"
+                    f"{to_text(load)}"
                 )
             for inner in index.loads():
                 if slot_of(inner) in form.trained:
                     raise Unsupported(
                         "expected no gradient for a tensor that is used as an index, got "
-                        f"{to_text(inner)} in {to_text(found)}; pass it detached"
+                        f"{to_text(inner)} in {to_text(load)}; pass it detached"
                     )

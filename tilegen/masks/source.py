@@ -69,7 +69,7 @@ class Ranges:
         return _name_of(_BOUNDS[bound], getattr(self, bound))
 
     def definition(self, bound: str) -> str:
-        """Return the statement that names a bound; nothing where it needs no name."""
+        """Return the statement that names a bound; empty if the bound needs no name."""
         source = getattr(self, bound)
         name = self.name_of(bound) if source else source
         return f"{name} = {source}" if name != source else ""
@@ -90,7 +90,7 @@ class Keep:
     reads: tuple[str, ...]
     atoms: tuple[str, ...]
     per_head: bool
-    """Whether the batch or the head matters."""
+    """Whether the pairs depend on the batch or the head."""
 
     @property
     def indices(self) -> tuple[str, ...]:
@@ -113,8 +113,8 @@ def keep_source(mask: Mask, side: Side, *, softmax: bool = False) -> Keep:
 
 
 def guard_of(mask: Mask, ranges: Ranges, side: Side) -> Literal["", "end", "pairs"]:
-    """Return the way in which a kernel keeps NaN of dropped pairs from the rest: by the end of the
-    keys that a tile may see, where that is a number; by looking at each tile; or not at all."""
+    """Choose how a kernel keeps NaN of dropped pairs from other pairs: by the last key that a
+    tile may see ("end"), by checking each tile ("pairs"), or not at all."""
     kind = apart(mask)
     if kind != "keys":
         return kind
@@ -131,11 +131,11 @@ def _ended(conditions: Sequence[Expr], *, apart: bool) -> list[Expr]:
     """
     ends: list[Expr] = [SEQLEN_KV]
     rest: list[Expr] = []
-    for one in conditions:
-        end = _end_of(one)
+    for condition in conditions:
+        end = _end_of(condition)
         # What is looked up may be the largest integer.
-        if end is None or (one.op == "le" and end.loads()):
-            rest.append(one)
+        if end is None or (condition.op == "le" and end.loads()):
+            rest.append(condition)
         else:
             ends.append(end)
     if apart and not rest:
@@ -194,8 +194,8 @@ def extras(mask: Mask, side: Side) -> tuple[Line, ...]:
     ranges = visit(mask, side).sets
     expressions = [mask.predicate(side), *(ranges.bounds if ranges else ())]
     elements = [value.elements for value in mask.values]
-    found = reading(expressions, "t", elements, "what the mask reads, with its sizes")
-    return found if ranges else (*found, LISTS)
+    arguments = reading(expressions, "t", elements, "what the mask reads, with its sizes")
+    return arguments if ranges else (*arguments, LISTS)
 
 
 def _single(live: Interval, full: Interval, writer: Writer) -> Ranges:
@@ -227,9 +227,9 @@ def _single(live: Interval, full: Interval, writer: Writer) -> Ranges:
 def _several(sets: StreamSets, writer: Writer, side: Side, in_part: bool) -> Ranges:
     do = _AsSource("BLOCK_N" if side == "rows" else "BLOCK_M")
 
-    def numbers(name: str, one: Interval, end: Any = None) -> Edges:
+    def numbers(name: str, interval: Interval, end: Any = None) -> Edges:
         sources: list[Any] = []
-        for what, edge in zip(("first", "end", "any"), edges(one, end), strict=True):
+        for what, edge in zip(("first", "end", "any"), edges(interval, end), strict=True):
             if edge is not None:
                 edge = do.once(f"{name}_{what}", writer.inline(edge))
             sources.append(edge)

@@ -50,7 +50,7 @@ def check_kv_lengths(lengths: Any) -> None:
 
 
 def check_columns(lengths: torch.Tensor, columns: int) -> None:
-    """Raise InvalidProblem where lengths of a padded batch are not those of columns that are there;
+    """Raise InvalidProblem if lengths of a padded batch are outside of the columns;
     nothing is looked at on a GPU, but for TILEGEN_CHECK=1."""
     if has_values(lengths) and lengths.numel():
         least, most = (int(one) for one in lengths.aminmax())
@@ -109,17 +109,17 @@ def _wrong_size(what: str, needed: int, along: str, size: int) -> InvalidProblem
 
 @lru_cache(maxsize=256)
 def _whole_axes(text: str) -> tuple[tuple[int, int, str], ...]:
-    """Return (slot, axis, name) of what a score looks up by h or b alone."""
-    found: list[tuple[int, int, str]] = []
+    """Return (slot, axis, name) of each axis that a score indexes by h or b alone."""
+    axes: list[tuple[int, int, str]] = []
     for node in ast.walk(parse_module(text)):
         match node:
             case ast.Subscript(value=ast.Name(id=table), slice=index):
                 parts = index.elts if isinstance(index, ast.Tuple) else [index]
                 names = ((axis, ast.unparse(part)) for axis, part in enumerate(parts))
-                found += [(int(table[1:]), axis, name) for axis, name in names if name in "bh"]
+                axes += [(int(table[1:]), axis, name) for axis, name in names if name in "bh"]
             case _:
                 pass
-    return tuple(found)
+    return tuple(axes)
 
 
 def score_tensors(

@@ -1,4 +1,4 @@
-"""Masks of drafted tokens that form a tree: what speculative decoding verifies in one call."""
+"""Masks of drafted tokens that form a tree, as speculative decoding verifies them in one call."""
 
 from __future__ import annotations
 
@@ -62,17 +62,17 @@ behind `base`; beyond the end of the table nothing is kept.
 
 
 def trees_of(mask: Mask) -> int:
-    """Return how many tables of trees a mask reads."""
+    """Count the tables of trees that a mask reads."""
     return (mask.form is TREE) + sum(map(trees_of, mask.parts))
 
 
 def ancestors(parents: Any) -> torch.Tensor:
-    """Return which tokens of a tree each token descends from, itself among them: bool (..., tokens,
+    """Compute the ancestors of each token of a tree, the token included: bool (..., tokens,
     tokens).
 
     parents are integers (..., tokens): the index of each token's parent, -1 for a root. Nothing
-    waits for a device: in log2(tokens) steps, what a token sees doubles its depth. Raises
-    InvalidProblem for parents that make no tree, where values are checked.
+    waits for a device: each of log2(tokens) steps doubles the depth that a token sees. Raises
+    InvalidProblem for parents that form no tree, if values are checked.
     """
     import torch
 

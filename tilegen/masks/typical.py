@@ -75,8 +75,8 @@ def _extents(form: ScoreForm, shape: Shape) -> tuple[dict[int, tuple[int, ...]],
     known |= dict(zip(PAIR, (*last, *lengths), strict=True))
     bounds = Sizes(known, set()).bounds
     sizes: dict[int, tuple[int, ...]] = {}
-    for found in expr.loads():
-        slot, indices = slot_of(found), found.args
+    for load in expr.loads():
+        slot, indices = slot_of(load), load.args
         needed = tuple(_size(bounds(index), shape) for index in indices)
         if len(before := sizes.get(slot, needed)) != len(needed):
             raise InvalidProblem(

@@ -105,7 +105,7 @@ class Values:
     block: int = 1
     """Rows and columns that an element of a layout stands for."""
     recipe: Recipe | None = None
-    """The recipe of a table that is not the user's tensor as it stands."""
+    """The recipe that computes the table; None if the table is the user's tensor."""
     part: int = 0
     """The number of the table among those of the recipe."""
 
@@ -128,7 +128,7 @@ class Values:
 
     @property
     def is_unknown(self) -> bool:
-        """Whether nothing says what elements a stand-in has."""
+        """Whether the elements of a stand-in are unknown."""
         return self.is_stand_in and self.pattern in ("table", "rising")
 
     @property
@@ -168,14 +168,14 @@ class Values:
         return "natural" if self.rising else self.kind
 
     def beside(self, part: int, pattern: Pattern, axes: str) -> Values:
-        """Return another table of the same recipe, or a stand-in for one."""
+        """Return another table of the same recipe, or a stand-in for such a table."""
         return replace(self, axes=axes, pattern=pattern, part=part if self.recipe else 0)
 
     def on(self, device: Any, lengths: Lengths | None = None, made: Made | None = None) -> Any:
-        """Return the table on a device, as kernels read it: contiguous, of `elements`.
+        """Compute the table on a device, as kernels read it: contiguous, of dtype `elements`.
 
-        Made anew at each call; values are checked on a CPU, and on a GPU where TILEGEN_CHECK=1.
-        Recipes need the `lengths` of the call. Raises InvalidProblem.
+        Values are checked on a CPU, and on a GPU with TILEGEN_CHECK=1. Recipes need the `lengths`
+        of the call. Raises InvalidProblem.
         """
         import torch
 
@@ -229,7 +229,7 @@ class Values:
         return np.broadcast_to(first + width if self.pattern == "ends" else first, size)
 
     def realized(self, shape: dict[str, int], device: torch.device | str) -> Values:
-        """Return a stand-in with a typical tensor, anything else as it is."""
+        """Return a stand-in with a typical tensor, and other values unchanged."""
         import torch
 
         if not self.is_stand_in:

@@ -1,7 +1,5 @@
-"""Operations that make expressions: each returns the one node of its kind for its arguments.
-
-Operands may be numbers of Python, and have any dtypes: they are promoted as PyTorch promotes them.
-"""
+"""Operations that build expressions: each returns the unique node for its arguments. Operands
+may be Python numbers, and have any dtypes: they are promoted as PyTorch promotes them."""
 
 from __future__ import annotations
 
@@ -92,7 +90,7 @@ _DIGITS = {"float16": 11, "bfloat16": 8, "float32": 24, "float64": 53}
 
 
 def _holds(wide: str, narrow: str) -> bool:
-    """Return whether every float of one dtype is a float of another."""
+    """Check whether every value of one float dtype is a value of another."""
     if narrow not in _DIGITS or wide not in _DIGITS:
         return False
     return _DIGITS[wide] >= _DIGITS[narrow] and (wide, narrow) != ("float16", "bfloat16")
@@ -342,7 +340,8 @@ def _joined(op: str, conditions: Iterable[Any], neutral: Expr, decides: Expr) ->
 
 
 def conjuncts(condition: Expr) -> tuple[Expr, ...]:
-    """Return the conditions that hold together where a condition holds: none for true."""
+    """Split a condition into the conditions of which it is the conjunction; the empty list for
+    True."""
     if condition is TRUE:
         return ()
     return condition.args if condition.op == "and" else (condition,)

@@ -35,7 +35,7 @@ def rename(expr: Expr, slots: Sequence[int]) -> Expr:
 def without(
     tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
-    """Return the tensors, each once, that are none of the others."""
+    """Return the tensors without repetitions."""
     known = {id(one) for one in others}
     return tuple({id(one): one for one in tensors if id(one) not in known}.values())
 

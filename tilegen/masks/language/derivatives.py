@@ -29,20 +29,20 @@ def derivatives(expr: Expr, leaves: Sequence[Expr]) -> list[Expr]:
     where such a leaf is an index of another."""
     parts: dict[Expr, list[Expr]] = {expr: [const(1.0, expr.dtype)]}
     order = _in_order(expr, frozenset(leaves))
-    found: dict[Expr, Expr] = {}
+    gradients: dict[Expr, Expr] = {}
     for node in reversed(order):
         if (given := parts.get(node)) is None:
             continue
         total = add(*given)
         if node in leaves:
-            found[node] = merged(total)
+            gradients[node] = merged(total)
             continue
         if node.op == "load":
             raise Unsupported(f"expected an index that does not depend on the score, got {node}")
         for arg, part in _shares(node, total):
             if arg in order:
                 parts.setdefault(arg, []).append(part)
-    return [found.get(leaf, const(0.0, expr.dtype)) for leaf in leaves]
+    return [gradients.get(leaf, const(0.0, expr.dtype)) for leaf in leaves]
 
 
 def _in_order(expr: Expr, leaves: frozenset[Expr]) -> dict[Expr, None]:

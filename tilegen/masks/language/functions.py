@@ -31,7 +31,7 @@ ELEMENTARY = ("exp", "log", "log1p", "tanh", "sin", "cos", "erf", "sigmoid", "sq
 def power(base: Any, exponent: Any) -> Expr:
     """Return base ** exponent; powers of integers by natural numbers are integers. Raises
     Unsupported for an exponent that is too large, and for a base that may be negative under an
-    exponent that is no number."""
+    exponent that is not a number."""
     expr, raised = number(base), number(exponent)
     value = raised.value if raised.is_const else math.inf
     if not float(2 * value).is_integer():
@@ -87,17 +87,17 @@ def sign(value: Any) -> Expr:
 def bits(op: str, left: Any, right: Any) -> Expr:
     """Return an operation on the bits of two integers. Raises Unsupported for other numbers."""
     first, second = number(left), number(right)
-    for one in (first, second):
-        if not one.is_int:
-            raise Unsupported(f"expected integers in an operation on bits, got {one}")
+    for operand in (first, second):
+        if not operand.is_int:
+            raise Unsupported(f"expected integers in an operation on bits, got {operand}")
     return integers.bits(op, first, second)
 
 
 def elementary(name: str, value: Any) -> Expr:
     """Return a function of one float, by PyTorch's name."""
     expr = promoted(value, 1.0)[0]
-    if expr.is_const and (found := _of_number(name, expr.value)) is not None:
-        return const(found, expr.dtype)
+    if expr.is_const and (number := _of_number(name, expr.value)) is not None:
+        return const(number, expr.dtype)
     return Expr(name, expr.dtype, (expr,))
 
 
@@ -105,10 +105,10 @@ def _of_number(name: str, value: float) -> float | None:
     try:
         if name == "sigmoid":
             return 0.5 * (1 + math.tanh(value / 2))
-        found: float = getattr(math, name)(value)
+        result: float = getattr(math, name)(value)
     except (ValueError, OverflowError):
         return None
-    return found
+    return result
 
 
 def exclusive_or(left: Any, right: Any) -> Expr:

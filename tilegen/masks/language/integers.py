@@ -11,7 +11,7 @@ from tilegen.masks.language.expr import FALSE, ONE, TRUE, ZERO, Expr, const, ord
 from tilegen.masks.language.limits import MAX_LENGTH, bounded, limits
 
 MAX_SHIFT = 63
-"""Largest shift of integers of 64 bits that is not the same as a larger one."""
+"""Largest shift of 64-bit integers whose result differs from the result of larger shifts."""
 BITS = {"bitand": "&", "bitor": "|", "bitxor": "^", "shl": "<<", "shr": ">>"}
 """Operations on the bits of two integers, with their operators in Python and Triton."""
 
@@ -144,19 +144,19 @@ def remainder(top: Expr, below: Expr) -> Expr:
 
 def extreme(op: str, numbers: Sequence[Expr]) -> Expr:
     """Return the largest ("max") or the smallest ("min") of numbers."""
-    parts = [part for one in numbers for part in (one.args if one.op == op else (one,))]
+    parts = [part for number in numbers for part in (number.args if number.op == op else (number,))]
     kept: list[Expr] = []
-    for one in parts:
-        if not any(_is_between(op, one, other) for other in kept):
-            kept = [*(other for other in kept if not _is_between(op, other, one)), one]
+    for operand in parts:
+        if not any(_is_between(op, operand, other) for other in kept):
+            kept = [*(other for other in kept if not _is_between(op, other, operand)), operand]
     kept.sort(key=order)
     return kept[0] if len(kept) == 1 else Expr(op, "int64", tuple(kept))
 
 
-def _is_between(op: str, one: Expr, other: Expr) -> bool:
+def _is_between(op: str, bound: Expr, other: Expr) -> bool:
     """Return whether a number is surely no larger (for "max"; no smaller for "min") than
     another."""
-    room = difference(other, one) if op == "max" else difference(one, other)
+    room = difference(other, bound) if op == "max" else difference(bound, other)
     return limits(room)[0] >= 0
 
 
@@ -181,7 +181,7 @@ def sign(expr: Expr) -> Expr:
 
 
 def wrapped(expr: Expr, dtype: str) -> Expr:
-    """Return an integer as one of fewer than 64 bits holds it, modulo 2 to the number of bits."""
+    """Wrap an integer to fewer than 64 bits, modulo 2 to the number of bits."""
     low, high = BOUNDS[dtype]
     least, most = bounded(expr, MAX_LENGTH)
     if low <= least and most <= high:

@@ -1,5 +1,5 @@
-"""Smallest and largest values of integers in expressions, in numbers of Python: what simplifies
-comparisons, and says which floats are exact."""
+"""Smallest and largest values of integer expressions, as Python numbers. They simplify
+comparisons, and show which floats are exact."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def limits(expr: Expr) -> Ends:
         if any(LARGEST < abs(end) < math.inf for end in ends):
             ends = ANYTHING  # it may wrap around
         object.__setattr__(expr, "limits", ends)
-    found: Ends = expr.limits
-    return found
+    known: Ends = expr.limits
+    return known
 
 
 def _limits(expr: Expr) -> Ends:
@@ -59,8 +59,8 @@ def _of_ends(expr: Expr, ends: list[Ends]) -> Ends:
             return sum(low for low, _ in ends), sum(high for _, high in ends)
         case "mul" | "power":
             total = ends[0]
-            for one in ends[1:] if expr.op == "mul" else ends * (expr.value - 1):
-                values = [_times(a, b) for a, b in product(total, one)]
+            for factor in ends[1:] if expr.op == "mul" else ends * (expr.value - 1):
+                values = [_times(a, b) for a, b in product(total, factor)]
                 total = min(values), max(values)
             is_even = expr.op == "power" and expr.value % 2 == 0
             return (max(0, total[0]), total[1]) if is_even else total

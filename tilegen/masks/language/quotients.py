@@ -15,8 +15,9 @@ EXACT = 2**24
 
 
 def quotient(expr: Expr) -> tuple[Expr, int] | None:
-    """Return numerator and denominator of a float that is a quotient of integers, computed without
-    error, or with one rounding that no comparison with an integer can tell; None for others."""
+    """Return numerator and denominator of a float that is a quotient of integers, computed
+    without error or with a rounding that no comparison with an integer can detect; None for
+    other floats."""
     parts = _quotient(expr)
     return None if parts is None or max(map(abs, bounded(parts[0]))) > EXACT else parts
 

@@ -1,5 +1,5 @@
-"""Reads texts that look like Python, node by node of a syntax tree: a white list of constructors
-says what a text may hold, and nothing is run."""
+"""Reader of texts in Python's syntax, node by node of a syntax tree. Only the listed
+constructors are accepted, and no code is run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Expressions with some of their nodes changed; what depends on these is made again."""
+"""Rewriting: replace some nodes of an expression, and rebuild the nodes that depend on them."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def renamed(expr: Expr, slots: Mapping[int, tuple[int, str]]) -> Expr:
 
 
 def rewritten(expr: Expr, change: Callable[[Expr], Expr | None]) -> Expr:
-    """Return an expression in which `change` gives other nodes for some, None for all others;
-    those are made again of their rewritten arguments."""
+    """Replace each node for which `change` returns another node; rebuild other nodes from their
+    rewritten arguments."""
     done: dict[Expr, Expr] = {}
 
     def inner(node: Expr) -> Expr:

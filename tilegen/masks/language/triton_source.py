@@ -52,7 +52,7 @@ def _count(expr: Expr, uses: Counter[Expr]) -> None:
 
 
 class Writer:
-    """Writes expressions; whatever needs a name becomes a statement first."""
+    """Writer of expressions; parts that need a name become statements first."""
 
     def __init__(
         self,
@@ -114,8 +114,8 @@ class Writer:
         return self._written[source]
 
     def _inside(self, expr: Expr, binding: int) -> str:
-        """Return the source of an expression, in brackets unless it binds as tightly as asked; for
-        one that occurs again, its name."""
+        """Return the source of an expression, or its name if it occurs again. The source is in
+        brackets unless it binds as tightly as `binding`."""
         if expr in self._shared:
             if expr not in self._named:
                 self._named[expr] = self.name(self._write(expr)[0])
@@ -263,7 +263,8 @@ class Writer:
         return f"tl.exp({self._inside(exponent, UNARY)} * tl.log({self._inside(base, LOWEST)}))"
 
     def _is_exact(self, expr: Expr) -> bool:
-        """Return whether Triton's correctly rounded functions, of fp32 alone, compute a value."""
+        """Check whether a value needs Triton's correctly rounded functions, which exist for fp32
+        alone."""
         return expr.dtype == "float32" and (self._precise or expr in self._exact)
 
     def _repeated(self, expr: Expr, value: str) -> str:
@@ -341,8 +342,8 @@ class Writer:
 
     def _sign(self, expr: Expr) -> str:
         value = self.name(self._inside(expr.args[0], LOWEST))
-        one, zero = ("1", "0") if expr.is_int else ("1.0", "0.0")
-        return f"tl.where({value} > 0, {one}, tl.where({value} < 0, -{one}, {zero}))"
+        unit, zero = ("1", "0") if expr.is_int else ("1.0", "0.0")
+        return f"tl.where({value} > 0, {unit}, tl.where({value} < 0, -{unit}, {zero}))"
 
     def _function(self, expr: Expr) -> tuple[str, int]:
         source = self._inside(expr.args[0], LOWEST)

@@ -115,8 +115,8 @@ def _divide(left: Interval, right: Interval) -> Interval:
 def _floor_divide(left: Interval, right: Interval) -> Interval:
     divisors = list(right.ends)
     if not right.is_single:  # those around 0 too; that one counts as 1
-        one = torch.ones_like(right.lo)
-        divisors += [torch.clamp(end, right.lo, right.hi) for end in (-one, one)]
+        ones = torch.ones_like(right.lo)
+        divisors += [torch.clamp(end, right.lo, right.hi) for end in (-ones, ones)]
     return _hull([floor_divide(a, b) for a in left.ends for b in divisors])
 
 
@@ -147,10 +147,10 @@ def _bits(operation: str, left: Interval, right: Interval) -> Interval:
         beyond = (right.lo < 0) | (right.hi >= MAX_SHIFT)
         most = torch.full_like(right.lo, MAX_SHIFT + 1)
         last = [torch.where(beyond, compute(a, most), ends[0]) for a in left.ends]
-        found = _hull(ends + last)
+        rests = _hull(ends + last)
         if operation == "shr":
-            return found
-        return _unless_wrapped(found, _size(left) * 2.0 ** _size(_hull(shifts)))
+            return rests
+        return _unless_wrapped(rests, _size(left) * 2.0 ** _size(_hull(shifts)))
     # Above the highest bit in which its ends differ, all values of an interval are the same.
     open_left, open_right = (_ones(end.lo ^ end.hi) for end in (left, right))
     least = compute(left.lo & ~open_left, right.lo & ~open_right)
@@ -177,8 +177,8 @@ def _wrapped(dtype: str, value: Interval) -> Interval:
 
 def _power(base: Interval, exponent: int) -> Interval:
     base = base if exponent % 2 else _abs(base)
-    found = _increasing(lambda value: power(value, exponent), base)
-    return _unless_wrapped(found, _size(base) ** exponent)
+    powers = _increasing(lambda value: power(value, exponent), base)
+    return _unless_wrapped(powers, _size(base) ** exponent)
 
 
 def _root(value: Interval) -> Interval:  # which rounds exactly
@@ -256,20 +256,20 @@ def _ones(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
-def _unless_wrapped(found: Interval, size: torch.Tensor) -> Interval:
+def _unless_wrapped(interval: Interval, size: torch.Tensor) -> Interval:
     """Return an interval of integers, or all of them where their `size` may leave 64 bits."""
-    if found.lo.is_floating_point():
-        return found
+    if interval.lo.is_floating_point():
+        return interval
     wraps = size >= LARGEST
     if not bool(wraps.any()):
-        return found
+        return interval
     # The least integer has no absolute value.
-    largest = torch.full_like(found.lo, torch.iinfo(torch.int64).max)
-    return _where(wraps, Interval(-largest, largest), found)
+    largest = torch.full_like(interval.lo, torch.iinfo(torch.int64).max)
+    return _where(wraps, Interval(-largest, largest), interval)
 
 
 def _anything(like: torch.Tensor) -> Interval:
-    """Return the interval of what may not be a number either."""
+    """Return the interval of values that may be NaN."""
     unknown = torch.full_like(like, torch.nan)
     return Interval(unknown, unknown.clone())
 

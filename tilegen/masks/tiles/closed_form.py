@@ -134,13 +134,13 @@ class StreamSets:
         interval each."""
         lo: list[Expr] = []
         hi: list[Expr] = [self.length]
-        for one in self.dropped:
-            if one.guards or one.is_bounded:
+        for interval in self.dropped:
+            if interval.guards or interval.is_bounded:
                 return None
-            if one.hi is not None:
-                lo.append(one.hi)
+            if interval.hi is not None:
+                lo.append(interval.hi)
             else:  # without ends, nothing is kept for certain
-                hi.append(ZERO if one.lo is None else one.lo)
+                hi.append(ZERO if interval.lo is None else interval.lo)
         if len(self.live) != 1:
             return None
         return Interval(maximum(*lo) if lo else None, minimum(*hi))
@@ -175,7 +175,8 @@ def stream_sets(mask: Mask, side: Side) -> StreamSets:
 
 @by_mask(512)
 def _solved(mask: Mask, side: Side) -> StreamSets | str:
-    """Return the sets, or why there are none: asked for every tile, found out once."""
+    """Return the sets, or the reason why there are none. The result is cached: every tile needs
+    it."""
     try:
         return _solve_sets(mask, side)
     except Unsupported as refusal:
@@ -219,7 +220,7 @@ def _enclosing(most: Expr, sure: Expr, sets: Callable[[Expr, Expr], StreamSets])
 
 
 def _normal(keep: Expr) -> Expr:
-    """Return an equal condition in which comparisons alone are negated."""
+    """Push negations inwards until only comparisons are negated."""
     inner = keep.args[0] if keep.op == "not" else keep
     if inner.op not in ("and", "or"):
         return keep
@@ -230,8 +231,8 @@ def _normal(keep: Expr) -> Expr:
 
 
 def _some(intervals: list[Interval]) -> tuple[Interval, ...]:
-    """Return the intervals that can hold anything and lie in no other one, in an order that is the
-    same in every process."""
+    """Return the intervals that can be non-empty and lie in no other interval, in the same order
+    in every process."""
     possible = [one for one in intervals if one.nonempty is not FALSE]
     return tuple(outermost(sorted(possible, key=str)))
 

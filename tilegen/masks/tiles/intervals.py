@@ -60,7 +60,7 @@ class Edges(NamedTuple):
     lo: Any
     hi: Any
     nonempty: Any = None
-    """Condition under which it holds anything; None where it always does."""
+    """Condition under which the interval is not empty; None if it is never empty."""
 
     def each(self, change: Callable[[Any], Any]) -> Edges:
         """Apply a change to each edge that is not None."""

@@ -133,8 +133,8 @@ class _Classifier:
     def _prove(
         self, batch_head: torch.Tensor, q: Range, k: Range
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return where the mask surely keeps all pairs of a rectangle, and where surely none, by
-        interval arithmetic."""
+        """Compute by interval arithmetic where the mask surely keeps all pairs of a rectangle,
+        and where surely none."""
         values = {
             symbol: value if isinstance(value, Interval) else Interval(value, value)
             for symbol, value in self._values(batch_head, Interval(*q), Interval(*k)).items()

@@ -32,7 +32,8 @@ from tilegen.masks.values import Values
 LONGEST = 2048
 """Most rows or columns for which tiles are counted where nothing ties a mask to its lengths."""
 FINE = (64, 32, 16)
-"""Sides of the tiles that others are put together from, so that one list serves many."""
+"""Sides of the fine tiles from which larger tiles are put together, so that one list serves many
+shapes."""
 MAX_FINE = 2**24
 """Most tiles of a FINE side that are held at once, in two bytes each."""
 
@@ -171,12 +172,12 @@ def _edges_of(
 
 
 _fixed_edges = lru_cache(maxsize=8)(_edges_of)
-"""The same for masks whose tensors nobody changes: tiles that only stream by another size have the
-edges in common."""
+"""`_edges_of` for masks without tensors of a user. Tiles that differ in the streamed size alone
+share the edges."""
 
 
 def _sides(side: Side, shape: TiledShape) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the length and the tile of what stays on chip, then of what streams past it."""
+    """Return the length and the tile size of the stationary axis, then of the streamed axis."""
     q, k = (shape.seqlen_q, shape.block_m), (shape.seqlen_kv, shape.block_n)
     return (q, k) if side == "rows" else (k, q)
 
@@ -200,8 +201,8 @@ def counted_over(mask: Mask, batch: int, heads: int) -> tuple[int, int]:
 
 
 def _solved(mask: Mask, side: Side) -> tuple[Mask, tuple[Values, ...]]:
-    """Return the mask that is solved in the place of one, and the values that it reads. Raises
-    Unsupported where it has no closed form."""
+    """Return the mask that is solved in place of a given mask, and the values that it reads.
+    Raises Unsupported for a mask without closed form."""
     alike = _with_scalars(mask)
     if any(alike.values[slot].is_unknown for slot in _read(alike.general, side)):
         raise Unsupported(f"expected a mask with its tensors, got {mask}")

@@ -1,7 +1,7 @@
-"""Tensors that a traced function makes of those it captures: `(ids + 1)[q_idx]`, `t % 2 == 0`.
+"""Tensors that a traced function derives from captured tensors: `(ids + 1)[q_idx]`, `t % 2 == 0`.
 
-A trace would keep the elements of the call with symbols. The steps that made each such tensor are
-noted instead, and done again at each call of a kernel.
+The steps that made such a tensor are recorded, and run again at each call of a kernel. The elements
+of the traced call would be stale.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Derived:
     def note(
         self, result: Any, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> None:
-        """Note the call that gave a result, where the result is a new tensor made of others, or a
+        """Record the call that gave a result, if the result is a new tensor made of others, or a
         view that depends on others: `table[at]`."""
         if isinstance(result, torch.Tensor):
             sources = _tensors((args, kwargs))
@@ -58,7 +58,7 @@ class Derived:
         return Recipe(make, tuple(sources))
 
     def anew(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor made again of what it was made of, differentiably."""
+        """Compute a tensor again by its steps, differentiably."""
         return self._made(tensor, {})
 
     def _find(self, tensor: torch.Tensor, sources: list[torch.Tensor]) -> None:
@@ -67,8 +67,8 @@ class Derived:
             if not any(source is tensor for source in sources):
                 sources.append(tensor)
             return
-        for one in _tensors((step.args, step.kwargs)):
-            self._find(one, sources)
+        for source in _tensors((step.args, step.kwargs)):
+            self._find(source, sources)
 
     def _made(self, tensor: torch.Tensor, known: dict[int, torch.Tensor]) -> torch.Tensor:
         if id(tensor) not in known:
@@ -91,10 +91,11 @@ class Derived:
                 return value
 
 
-def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether a tensor is a view of another, which sees its changes by itself."""
-    first, second = (tensor.untyped_storage().data_ptr() for tensor in (one, other))
-    return one is other or first == second != 0
+def _same_memory(first_tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Check whether a tensor is a view of another tensor, and so follows the changes of that
+    tensor."""
+    first, second = (tensor.untyped_storage().data_ptr() for tensor in (first_tensor, other))
+    return first_tensor is other or first == second != 0
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""The dtypes that PyTorch computes in: found by doing an operation on tensors of ones."""
+"""The dtypes that PyTorch computes in, derived by running an operation on tensors of ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PROMOTE = frozenset(
     "lt less le less_equal gt greater ge greater_equal eq ne not_equal where "  # noqa: SIM905
     "clamp clip clamp_min clamp_max".split()
 )
-"""Operations that convert the wide element beside a narrow row to no narrow one, under vmap."""
+"""Operations that, under vmap, do not convert a wide element beside a narrow row."""
 
 
 class Kinds(NamedTuple):
@@ -34,7 +34,7 @@ def kinds_of(
     named = {key: _stand_in(one, flat) for key, one in kwargs.items()}
     values = [*given[name == "where" :], *(one for key, one in named.items() if key != "alpha")]
     try:
-        # A mode would note what is done here.
+        # A mode would record these operations.
         with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
             return Kinds(_common(values), function(*given, **named).dtype)
     except (TypeError, ValueError, RuntimeError, IndexError, ZeroDivisionError) as error:
@@ -46,7 +46,7 @@ def kinds_of(
 
 
 def _stand_in(value: Any, flat: bool) -> Any:
-    """Return a tensor of ones in the place of a traced value or a table; a `flat` one has no
+    """Return a tensor of ones in place of a traced value or a table; a `flat` tensor has no
     dimensions."""
     if isinstance(value, tuple | list):
         return type(value)([_stand_in(one, flat) for one in value])
@@ -63,14 +63,14 @@ def _ones(dtype: torch.dtype, dimensions: int) -> torch.Tensor:
 def _common(values: Iterable[Any]) -> torch.dtype:
     """Compute the dtype that values are converted to before they are computed with."""
     numbers: Iterator[Any] = (
-        one for one in values if isinstance(one, torch.Tensor | bool | int | float)
+        number for number in values if isinstance(number, torch.Tensor | bool | int | float)
     )
     first = next(numbers)
     dimensions = first.ndim if isinstance(first, torch.Tensor) else 0
     common = first.dtype if isinstance(first, torch.Tensor) else torch.result_type(first, first)
-    for one in numbers:
-        common = torch.result_type(first, one)
-        dimensions = max(dimensions, one.ndim if isinstance(one, torch.Tensor) else 0)
+    for number in numbers:
+        common = torch.result_type(first, number)
+        dimensions = max(dimensions, number.ndim if isinstance(number, torch.Tensor) else 0)
         first = _ones(common, dimensions)
     return common
 

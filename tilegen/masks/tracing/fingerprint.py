@@ -1,11 +1,11 @@
-"""Fingerprints of functions: what each reads besides its arguments. A trace is used while the
-fingerprint of its function is the same.
+"""Fingerprints of functions: the values that a function reads besides its arguments. A trace is
+used while the fingerprint of its function is the same.
 
-A function is remembered if all that it reads is understood: numbers and texts by value, lists and
-dicts by what they hold, tensors by identity and place, functions by their closure, defaults and
-the globals they name, objects of Python classes by the attributes that the functions name. Whoever
-reads anything else (arrays, caches, queues, attributes by computed names), or asks a tensor for its
-elements while it is traced, is traced at each call.
+A function is remembered if every value that it reads is understood: numbers and texts by value,
+lists and dicts by their content, tensors by identity and place, functions by their closure,
+defaults and the globals they name, objects of Python classes by the attributes that the functions
+name. A function that reads anything else (arrays, caches, queues, attributes by computed names), or
+the elements of a tensor while it is traced, is traced at each call.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _PARTS: dict[type, tuple[str, ...]] = {
     classmethod: ("__func__",),
     slice: ("start", "stop", "step"),
 }
-"""Kinds of objects that are what they hold."""
+"""Kinds of objects that are compared by their parts."""
 _FIXED = (
     *(CodeType, range, type(...), type(NotImplemented)),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
@@ -59,7 +59,7 @@ _DYNAMIC = frozenset(
     "getattr vars globals locals eval exec attrgetter methodcaller import_module "  # noqa: SIM905
     "__import__ __dict__ __getattribute__ __closure__ __globals__".split()
 )
-"""Names by which code reads what its names do not tell."""
+"""Names through which code reads values that its own names do not show."""
 _HEAP, _IMMUTABLE = 1 << 9, 1 << 8
 """CPython's flags of types: both for those of C, the first alone for classes in Python."""
 _MAKING = ("__init__", "__new__", "__post_init__", "__repr__", "__reduce__", "__del__")
@@ -69,24 +69,24 @@ _looks = 0
 
 
 def looked() -> None:
-    """Note that a function draws numbers, or asks a tensor for elements, while it is traced: the
-    trace, and what any other thread traces meanwhile, is not remembered."""
+    """Record that a function draws numbers, or reads elements of a tensor, while it is traced.
+    The trace, and traces that other threads make meanwhile, are not remembered."""
     global _looks
     _looks += 1
 
 
 class Traces(Generic[T]):
-    """A memory of `make(function)`: made once for each function while its fingerprint is the same.
+    """A cache of `make(function)`, one result for each function while its fingerprint is the same.
 
-    Functions may be any callables: they are known by identity. The least recently used are
-    forgotten, and those whose function, or the object it is a method of, is gone. May be used from
-    many threads.
+    Functions may be any callables: they are compared by identity. The least recently used result is
+    dropped first, and a result whose function, or the object it is a method of, is gone. May be
+    used from many threads.
     """
 
     def __init__(
         self, make: Callable[[Any], T], size: int = MAX_TRACES, *, by_elements: bool = False
     ) -> None:
-        """`by_elements` says that what is made depends on the elements of tensors."""
+        """Set `by_elements` for results that depend on the elements of tensors."""
         self._make, self._by_elements = make, by_elements
         self._known: LRUCache[Hashable, tuple[ref[Any], list[Any], T]] = LRUCache(size)
         # Reentrant: an owner may die, and its trace with it, while this thread holds the lock.
@@ -98,16 +98,16 @@ class Traces(Generic[T]):
     def __call__(self, owner: Any, reads: tuple[Any, ...] = ()) -> T:
         """Return the result for `owner`, a callable, from the cache where nothing changed; `reads`
         are further functions and tensors that the result depends on."""
-        found = fingerprint((owner, *reads), by_elements=self._by_elements)
+        facts = fingerprint((owner, *reads), by_elements=self._by_elements)
         # Methods are objects that live for one access only.
         bound = isinstance(owner, MethodType)
         anchor = owner.__self__ if bound else owner
         key = (id(anchor), id(owner.__func__) if bound else None)
         with self._lock:
-            if (known := self._known.get(key)) and known[0]() is anchor and known[1] == found:
+            if (known := self._known.get(key)) and known[0]() is anchor and known[1] == facts:
                 return known[2]
         before = _looks
-        settle(found)
+        settle(facts)
         made = self._make(owner)
 
         def forget(gone: ref[Any]) -> None:
@@ -118,11 +118,11 @@ class Traces(Generic[T]):
 
         try:
             alive = ref(anchor, forget)
-        except TypeError:  # no weak references: nobody would say when it is gone
+        except TypeError:  # no weak references: the end of its life is not seen
             return made
         if _looks == before:
             with self._lock:
-                self._known[key] = alive, found, made
+                self._known[key] = alive, facts, made
         return made
 
 
@@ -204,7 +204,7 @@ class _Reader:
         """The objects met so far, whose attributes are looked at when all names are known."""
 
     def value(self, value: Any) -> None:
-        """Note what is found in a cell, a global, a default or an attribute."""
+        """Record the value of a cell, a global, a default or an attribute."""
         kind = type(value)
         if isinstance(value, _PLAIN):
             self.facts.append((kind, repr(value)))  # which tells -0.0 and nan apart
@@ -230,7 +230,7 @@ class _Reader:
             self._objects.append(tensor)
 
     def _parts(self, value: Any) -> Iterator[Any]:
-        """Yield what a value reads or holds; here ends what is understood."""
+        """Yield the values that a value reads or holds; note an unknown fact for other kinds."""
         kind = type(value)
         if isinstance(value, dict):
             yield from value
@@ -256,7 +256,7 @@ class _Reader:
             self._objects.append(value)
 
     def _unknown(self) -> None:
-        """Note what equals nothing noted at another time."""
+        """Record a fact that equals no fact of another fingerprint."""
         self.facts.append(object())
 
     def _of_function(self, function: FunctionType) -> Iterator[Any]:
@@ -278,14 +278,14 @@ class _Reader:
                 yield function.__globals__[name]
 
     def attributes(self) -> None:
-        """Note the attributes, of the objects met, that the functions name; both may grow."""
+        """Record the attributes of the objects met that the functions name; both sets may grow."""
         done: list[tuple[int, int]] = []
         while done != (done := [(len(self._objects), len(self._names))]):
             for value in tuple(self._objects):
                 for name in sorted(self._names):
-                    if found := _attribute(value, name):
+                    if attribute := _attribute(value, name):
                         self.facts.append(name)
-                        self.value(found[0])
+                        self.value(attribute[0])
 
 
 @lru_cache(maxsize=1024)
@@ -300,15 +300,14 @@ def _names(code: CodeType) -> tuple[str, ...]:
 
 
 def _is_open(kind: type) -> bool:
-    """Return whether all that an object holds can be looked at: its classes are written in
-    Python."""
+    """Check whether all parts of an object can be read: its classes are written in Python."""
     classes = (one for one in kind.__mro__ if one not in (object, SimpleNamespace))
     return all(one.__flags__ & _HEAP and not one.__flags__ & _IMMUTABLE for one in classes)
 
 
 @lru_cache(maxsize=1024)
 def _operators(kind: type) -> tuple[FunctionType, ...]:
-    """Return the methods that calls and operators reach, which no code names."""
+    """Return the methods that calls and operators reach without naming them."""
     return tuple(
         found
         for one in _classes(kind)
@@ -327,18 +326,19 @@ def _attribute(value: Any, name: str) -> tuple[Any, ...]:
     for place in places:
         if name in place:
             return (place[name],)
-    for one in _classes(value if isinstance(value, type) else type(value)):
-        if name in vars(one):
-            found = vars(one)[name]
-            if isinstance(found, MemberDescriptorType) and isinstance(value, one):  # a slot
-                found = getattr(value, name, None)
-            return (found,)
+    for owner in _classes(value if isinstance(value, type) else type(value)):
+        if name in vars(owner):
+            held = vars(owner)[name]
+            if isinstance(held, MemberDescriptorType) and isinstance(value, owner):  # a slot
+                held = getattr(value, name, None)
+            return (held,)
     return ()
 
 
 @lru_cache(maxsize=1024)
 def _classes(kind: type) -> tuple[type, ...]:
-    """Return where attributes of a class's objects are looked up, but for other packages'."""
+    """Return the classes in which attributes of a class's objects are looked up, except those of
+    FOREIGN packages."""
     return tuple(one for one in kind.__mro__ if _root(one.__module__) not in _FOREIGN)
 
 

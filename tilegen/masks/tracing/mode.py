@@ -1,9 +1,9 @@
-"""The function mode that a function of a mask or a score is called under.
+"""The function mode under which a function of a mask or a score is called.
 
-The function is called once, with tensors without elements. The mode is told of each operation on
-them, and hands it, as constants, to a `Tracer`, which knows the expressions. torch.compile traces
-this module with the function: it guards what the function reads, and the tensors that the function
-captures or makes are those of its graph. The tracer stays outside of the graph.
+The function is called once, with tensors without elements. The mode intercepts each operation on
+them, and passes it, as constants, to a `Tracer`, which builds the expressions. torch.compile traces
+this module with the function: it guards the values that the function reads, and the tensors that
+the function captures or makes are those of its graph. The tracer stays outside of the graph.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from tilegen.masks.tracing.tracer import MAX_ELEMENTS, Tracer, refusal
 MAX_SESSIONS = 64
 """Traces under way at once, in all threads."""
 LARGE = 2 * MAX_ELEMENTS
-"""Size that the tracer is told of a dimension that torch.compile must not guard."""
+"""Size that stands for a dimension that torch.compile must not guard."""
 _METADATA = frozenset(
     "dim size numel stride element_size is_floating_point is_complex is_contiguous "  # noqa: SIM905
     "get_device data_ptr storage_offset is_inference __hash__ __get__ __len__".split()
 )
-"""Methods that look at no element."""
+"""Methods that read no element."""
 _DRAWS = ("rand", "normal_", "bernoulli_", "multinomial_", "poisson_", "uniform_")
 """Prefixes of the names of functions that draw random numbers; `_` is appended to each name."""
 
@@ -57,8 +57,8 @@ class Mode(TorchFunctionMode):
             self.value((i, torch.float32 if is_score and i == 0 else torch.int64, ()))
 
     def value(self, answer: Any) -> Any:
-        """Return the tensor of the tracer's answer: a value, several, or the reason for none, which
-        is raised."""
+        """Return the tensor of a result of the tracer: a value, or several. Raises the error
+        that the tracer returned."""
         if isinstance(answer, str):
             raise Unsupported(answer)
         if isinstance(answer, list):
@@ -86,32 +86,31 @@ class Mode(TorchFunctionMode):
         return self.value(_applied(self.number, func, tuple(told), tuple(options)))
 
     def _made(self, func: Any, args: Any, named: Any) -> Any:
-        """Do an operation on tensors that hold numbers, and note it outside of a graph."""
+        """Run an operation on tensors with elements, and record it outside of a graph."""
         if named.get("device") == torch.device("meta"):  # a value's
             named = {**named, "device": "cpu"}
-        found = func(*args, **named)
+        result = func(*args, **named)
         if not self.is_traced:
-            self.derived.note(found, func, args, named)
+            self.derived.note(result, func, args, named)
             name = func.__name__
-            if f"{name}_".startswith(_DRAWS) or (name not in _METADATA and _holds_numbers(found)):
+            if f"{name}_".startswith(_DRAWS) or (name not in _METADATA and _holds_numbers(result)):
                 looked()
-        return found
+        return result
 
     def _attribute(self, func: Any, args: Any) -> Any:
-        found = func(*args)
-        if isinstance(found, torch.device):
+        result = func(*args)
+        if isinstance(result, torch.device):
             return torch.device("cpu")  # a value is nowhere yet
-        if isinstance(found, torch.Tensor):
+        if isinstance(result, torch.Tensor):
             raise Unsupported(
                 f"expected a function without .{func.__self__.__name__} of traced values; "
                 "write it with torch's functions"
             )
-        return found
+        return result
 
     def told(self, value: Any, indices: int = 0) -> Any:
-        """Return a value as the tracer reads it. With a tensor go the sizes of the dimensions that
-        are left behind so many indices, where few elements are: the function may compute with
-        them."""
+        """Convert a value for the tracer. A tensor comes with the sizes of the dimensions left
+        after so many indices, if those have few elements: the function may compute with them."""
         if isinstance(value, torch.Tensor):
             number = _place(self.values, value)
             if number is not None:
@@ -153,45 +152,47 @@ class Mode(TorchFunctionMode):
         return tuple([LARGE] * (tensor.ndim - len(few)) + few)
 
     def _has_value(self, given: Any) -> bool:
-        for one in given:
-            if isinstance(one, torch.Tensor):
-                if _place(self.values, one) is not None:
+        for argument in given:
+            if isinstance(argument, torch.Tensor):
+                if _place(self.values, argument) is not None:
                     return True
-            elif isinstance(one, (tuple, list)):
-                if self._has_value(one):
+            elif isinstance(argument, (tuple, list)):
+                if self._has_value(argument):
                     return True
-            elif isinstance(one, slice) and self._has_value((one.start, one.stop, one.step)):
+            elif isinstance(argument, slice) and self._has_value(
+                (argument.start, argument.stop, argument.step)
+            ):
                 return True
         return False
 
 
 def call(fn: Callable[..., Any], *, is_score: bool) -> tuple[int, Mode, Any]:
-    """Call a function under a mode. Return the number of the trace, the mode, and what the tracer
-    is told of the result. Raises Unsupported."""
+    """Call a function under a mode. Return the number of the trace, the mode, and the result in
+    the tracer's form. Raises Unsupported."""
     number = _started(is_score)
     mode = Mode(number, is_score=is_score)
     arguments = list(mode.values)
     with mode:
         try:
-            found = fn(*arguments)
+            result = fn(*arguments)
         except TypeError as error:
             # PyTorch's own loops ask for the dimensions alone, of which the mode tells the truth.
             if "iteration over a 0-d tensor" not in str(error):
                 raise
             raise refusal("__iter__", "a number") from None
-    return number, mode, mode.told(found)
+    return number, mode, mode.told(result)
 
 
-def _holds_numbers(found: Any) -> bool:
-    """Return whether the result of a function tells Python what elements are."""
-    if isinstance(found, (tuple, list)):
-        return any(map(_holds_numbers, found))
-    return found is not None and not isinstance(found, torch.Tensor)
+def _holds_numbers(value: Any) -> bool:
+    """Check whether the result of a function gives Python the elements of a tensor."""
+    if isinstance(value, (tuple, list)):
+        return any(map(_holds_numbers, value))
+    return value is not None and not isinstance(value, torch.Tensor)
 
 
 def _place(tensors: list[torch.Tensor], tensor: torch.Tensor) -> int | None:
-    for i, one in enumerate(tensors):
-        if one is tensor:
+    for i, given_tensor in enumerate(tensors):
+        if given_tensor is tensor:
             return i
     return None
 
@@ -215,33 +216,33 @@ def _started(is_score: bool) -> int:
 
 @assume_constant_result
 def _applied(number: int, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Return number, dtype and shape of the value that an operation gives, several in a list, or
-    why there is none."""
+    """Return number, dtype and shape of the result of an operation, a list of several results,
+    or the reason for an error."""
     try:
         with _lock:
             tracer = _tracers[number]
             named = {key: actual(tracer, value) for key, value in kwargs}
-            found = tracer.apply(function, [actual(tracer, one) for one in args], named)
+            result = tracer.apply(function, [actual(tracer, one) for one in args], named)
     except TilegenError as error:
         return str(error)
     answers: list[Any] = []
-    for value in found if isinstance(found, tuple) else (found,):
+    for value in result if isinstance(result, tuple) else (result,):
         known = [i for i, one in enumerate(tracer.values) if one is value]
         if not known:
             tracer.values.append(value)
         place = known[0] if known else len(tracer.values) - 1
         answers.append((place, value.dtype, tuple(value.shape)))
-    return answers if isinstance(found, tuple) else answers[0]
+    return answers if isinstance(result, tuple) else answers[0]
 
 
 def finished(number: int) -> Tracer:
-    """Return the tracer of a trace, and forget it."""
+    """Remove and return the tracer of a trace."""
     with _lock:
         return _tracers.pop(number)
 
 
 def actual(tracer: Tracer, told: Any) -> Any:
-    """Return a value as the tracer takes it."""
+    """Convert a value to the tracer's form."""
     match told:
         case "value", number:
             return tracer.values[number]

@@ -86,9 +86,9 @@ def boxed(value: Any) -> Elements:
     """Return an expression as an array without dimensions; an array as it is."""
     if isinstance(value, np.ndarray):
         return value
-    found = np.empty((), dtype=object)
-    found[()] = value
-    return found
+    elements = np.empty((), dtype=object)
+    elements[()] = value
+    return elements
 
 
 def broadcast(
@@ -109,7 +109,7 @@ def reduced(name: str, values: Any, dim: Any = None, keepdim: bool = False) -> E
     kept = [axis for axis in every if axis not in axes]
     moved = np.moveaxis(values, kept, range(len(kept)))
     flat = moved.reshape(*(values.shape[axis] for axis in kept), -1)
-    found = np.empty(flat.shape[:-1], dtype=object)
-    for place in np.ndindex(found.shape):
-        found[place] = REDUCTIONS[name](list(flat[place]))
-    return np.expand_dims(found, tuple(sorted(axes))) if keepdim else found
+    results = np.empty(flat.shape[:-1], dtype=object)
+    for place in np.ndindex(results.shape):
+        results[place] = REDUCTIONS[name](list(flat[place]))
+    return np.expand_dims(results, tuple(sorted(axes))) if keepdim else results

@@ -1,8 +1,8 @@
-"""Traces Python functions of (b, h, q_idx, kv_idx) into expressions.
+"""Trace Python functions of (b, h, q_idx, kv_idx) into expressions.
 
 FlexAttention's mask_mod and score_mod functions work unchanged: each is called once, with values
-that remember what is done to them, be it by Python's operators, by torch's functions or by
-indexing a real tensor.
+that record the operations on them: Python's operators, torch's functions, and indexing of real
+tensors.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class Traced:
     expr: Expr
     captured: tuple[torch.Tensor, ...]
     unused: tuple[torch.Tensor, ...]
-    """Tensors that the function reads and does not depend on: `bias` in `s + 0 * bias[q]`."""
+    """Tensors that the function reads, and on which the result does not depend: `bias` in `s + 0
+    * bias[q]`."""
     derived: Derived
     """The steps by which the function made tensors of those it captures."""
 
@@ -69,7 +70,8 @@ def trace_compiled(
     fn: Callable[..., Any], *, is_score: bool
 ) -> tuple[str, list[torch.Tensor], list[torch.Tensor]]:
     """Trace a function while torch.compile traces its caller. Return the text of the expression,
-    the tensors of the graph that it reads, and those it reads in vain. Raises Unsupported."""
+    the tensors of the graph that it reads, and those without effect on the result. Raises
+    Unsupported."""
     number, mode, told = call(fn, is_score=is_score)
     answer = _text(number, told, is_score)
     if isinstance(answer, str):
@@ -81,8 +83,8 @@ def trace_compiled(
 
 @assume_constant_result
 def _text(number: int, told: Any, is_score: bool) -> Any:
-    """Return the text of a trace, the slots that it reads, and those it reads in vain; or why there
-    is none."""
+    """Return the text of a trace, the slots that it reads, and those without effect on the
+    result; or the reason for an error."""
     try:
         expr, slots, unused = _result(finished(number), told, is_score)
         return (text_of(expr) if is_score else to_text(expr)), slots, unused
@@ -107,7 +109,7 @@ def _result(
     tracer: Tracer, told: Any, is_score: bool
 ) -> tuple[Expr, tuple[int, ...], tuple[int, ...]]:
     """Return the score, or the mask, that a function computes, with the slots that it reads, and
-    those it reads in vain. Raises Unsupported."""
+    those without effect on the result. Raises Unsupported."""
     result = tracer.expression(actual(tracer, told))
     kinds = [kind_of(str(table.dtype).removeprefix("torch.")) for table in tracer.read]
     result = renamed(result, dict(enumerate(zip(range(len(kinds)), kinds, strict=True))))
@@ -131,8 +133,8 @@ def _result(
 
 
 def _without_where(expr: Expr) -> Expr:
-    """Return an equal predicate of comparisons alone, which tiles are solved from: `where(c, a, b)
-    < x` is a choice of two."""
+    """Rewrite a predicate into comparisons alone, from which tiles are solved: `where(c, a, b) <
+    x` is a choice of two comparisons."""
     choices = [node for node in expr.walk() if node.op == "where"]
     if not 0 < len(choices) <= MAX_CHOICES:
         return expr

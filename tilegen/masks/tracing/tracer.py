@@ -1,5 +1,5 @@
-"""Expressions of what a function does to its arguments: each operation of PyTorch on stand-ins of
-tensors gives one more stand-in."""
+"""Expressions of a function's results: each operation of PyTorch on stand-ins of tensors gives
+another stand-in."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _OF_BOOLS = {
     **dict.fromkeys(("add", "maximum", "max"), "or"),
     **dict.fromkeys(("mul", "multiply", "minimum", "min"), "and"),
 }
-"""Operations that on two bools do what another does."""
+"""Operations that equal another operation on two bools."""
 _OF_PYTHON = {
     "__bool__": "if, and, or, not, min(), max() or chained comparisons on",
     "__contains__": "in on",
@@ -167,29 +167,29 @@ class Tracer:
     def _in_place(
         self, name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Computed:
-        """Give the first argument what an operation makes of it, under all its names, as torch
+        """Assign the result of an operation to its first argument, under all its names, as torch
         does."""
-        changed, found = args[0], self._applied(name, function, args, kwargs)
-        fits = isinstance(changed, Computed) and changed.shape == found.shape
-        if not fits or not torch.can_cast(found.dtype, changed.dtype):
+        changed, result = args[0], self._applied(name, function, args, kwargs)
+        fits = isinstance(changed, Computed) and changed.shape == result.shape
+        if not fits or not torch.can_cast(result.dtype, changed.dtype):
             raise Unsupported(
                 f"expected {name} in place to give a {changed.dtype} of the same shape, got "
-                f"{found.dtype}; write x = x + y in the place of x += y"
+                f"{result.dtype}; write x = x + y in the place of x += y"
             )
-        changed.elements[...] = self._cast_each(found.elements, changed.dtype).elements
+        changed.elements[...] = self._cast_each(result.elements, changed.dtype).elements
         return changed
 
     def _reshaped(self, name: str, value: Any, *args: Any, **kwargs: Any) -> Any:
         """Return a view of a small tensor, or a tuple of views."""
         try:
-            found = RESHAPES[name](self._elements(value), *args, **kwargs)
+            reshaped = RESHAPES[name](self._elements(value), *args, **kwargs)
         except (TypeError, ValueError, IndexError) as error:
             raise Unsupported(
                 f"expected {name} of the {len(value.shape)} dimensions of {value}: {error}"
             ) from None
-        if isinstance(found, tuple):
-            return tuple(Computed(boxed(part), value.dtype) for part in found)
-        return Computed(found, value.dtype)
+        if isinstance(reshaped, tuple):
+            return tuple(Computed(boxed(part), value.dtype) for part in reshaped)
+        return Computed(reshaped, value.dtype)
 
     def _indexed(self, target: Any, index: Any) -> Computed | Table:
         """Return an element, rows that still lack an index, or a part of a few elements."""
@@ -222,7 +222,7 @@ class Tracer:
         return Computed(boxed(self._element(target, parts)), target.dtype)
 
     def _element(self, table: Table, index: Sequence[Any]) -> Any:
-        """Return one element of a table, which takes a slot."""
+        """Return an element of a table, which takes a slot."""
         places = [i for i, known in enumerate(self.read) if known.slot == table.slot]
         if not places:
             places = [len(self.read)]
@@ -239,10 +239,10 @@ class Tracer:
             return boxed(self.expression(value))
         if np.prod(value.shape) > MAX_ELEMENTS:
             self._refuse_rows(value)
-        found = np.empty(value.shape, dtype=object)
+        as_nodes = np.empty(value.shape, dtype=object)
         for place in np.ndindex(*value.shape):
-            found[place] = self._element(value, (*value.index, *place))
-        return found
+            as_nodes[place] = self._element(value, (*value.index, *place))
+        return as_nodes
 
     def _refuse_rows(self, table: Table) -> Any:
         raise Unsupported(
@@ -274,12 +274,12 @@ class Tracer:
         except ValueError:
             shapes = ", ".join(str(one.shape) for one in operands.values())
             raise Unsupported(f"expected shapes that broadcast in {name}, got {shapes}") from None
-        found = np.empty(shape, dtype=object)
+        results = np.empty(shape, dtype=object)
         for place, values in zip(np.ndindex(shape), parts, strict=True):
             for key, value in zip(operands, values, strict=True):
                 bound.arguments[key] = self._cast(value, dtype) if key in _OPERANDS else value
-            found[place] = self._cast(function(*bound.args, **bound.kwargs), kinds.result)
-        return Computed(found, kinds.result)
+            results[place] = self._cast(function(*bound.args, **bound.kwargs), kinds.result)
+        return Computed(results, kinds.result)
 
     def _converted(self, value: Any, to: Sequence[Any]) -> Any:
         """Return a value in the dtype that the arguments of `to` name, or that one of them has."""
@@ -292,10 +292,10 @@ class Tracer:
         return self._cast_each(self._elements(value), dtype)
 
     def _cast_each(self, elements: Elements, dtype: torch.dtype) -> Computed:
-        found = np.empty(elements.shape, dtype=object)
+        results = np.empty(elements.shape, dtype=object)
         for place in np.ndindex(elements.shape):
-            found[place] = self._cast(elements[place], dtype)
-        return Computed(found, dtype)
+            results[place] = self._cast(elements[place], dtype)
+        return Computed(results, dtype)
 
     def _cast(self, value: Any, dtype: torch.dtype) -> Expr:
         """Return an expression in another dtype. Scores are computed in single precision, as
@@ -311,7 +311,7 @@ class Tracer:
 
 
 def refusal(name: str, value: Any) -> Unsupported:
-    """Return the error of a function that needs the number of a value, for `if x:` or `int(x)`."""
+    """Return the error for a function that needs the number of a value, for `if x:` or `int(x)`."""
     return Unsupported(
         f"expected a function without {_OF_PYTHON[name]} traced values, got "
         f"{name.strip('_')}({value}); write torch.where, &, |, ~, torch.minimum, torch.maximum, "
