@@ -35,7 +35,7 @@ FORMATS = {"i32": "i", "fp32": "f"}
 
 
 def not_compiled(rendered: RenderedKernel, arch: str = "sm_90") -> Binary:
-    """Return what the manifest would say of a kernel."""
+    """Return a kernel's entry in the manifest."""
     from tilegen.bundles.building import binary_of
 
     return binary_of(as_if_compiled(rendered, arch))

@@ -185,7 +185,7 @@ def golden_path(node: pytest.Item, suffix: str) -> Path:
 
 
 def has_gpu_device() -> bool:
-    """Whether this machine has a GPU of NVIDIA's or AMD's; loads nothing."""
+    """Return True if this machine has a GPU of NVIDIA's or AMD's; loads nothing."""
     return any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd"))
 
 

@@ -33,9 +33,9 @@ def counting(rendered: RenderedKernel) -> tuple[Callable[..., Any], Traffic]:
 
 def moved_by(rendered: RenderedKernel, *given: Any, **named: Any) -> tuple[int, int]:
     """Return the bytes that one launch reads and writes."""
-    launch, found = counting(rendered)
+    launch, actual = counting(rendered)
     launch(*given, **named)
-    return found.read_bytes, found.write_bytes
+    return actual.read_bytes, actual.write_bytes
 
 
 def counted(
@@ -43,7 +43,8 @@ def counted(
     configs: Mapping[Kernel, TileConfig],
     reads: Mapping[Kernel, Mapping[str, Any]] | None = None,
 ) -> Bytes:
-    """Return what each kernel of a forward moves; `reads` is what masks add to its launch."""
+    """Count the bytes that each kernel of a forward moves; `reads` are the arguments that masks
+    add."""
     x = make_inputs(problem)
     given: tuple[Any, ...] = (x.q, x.k, x.v)
     more: dict[str, Any] = {}
@@ -70,7 +71,8 @@ def counting_all(
 
 
 def predicted(problem: AttentionProblem, configs: Mapping[Kernel, TileConfig]) -> Bytes:
-    """Return what the model says of the same; the first kernel leaves what others join."""
+    """Return the model's bytes for the same kernels; the first leaves partial results for the
+    others."""
     before = next(iter(configs.values()))
     each = {
         name: traffic_of(tiled(name, problem, one, joined=before)) for name, one in configs.items()

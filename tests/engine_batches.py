@@ -235,7 +235,8 @@ class Pool:
 
 
 def sglang_runner(tokens: Tokens, page: int, pool: Any = Pool) -> Any:
-    """Return what of sglang's runner a back end is made of, with all old tokens in its pools."""
+    """Return a stand-in for sglang's runner, with the fields that a back end reads and all old
+    tokens in its pools."""
     table, pages = tables(tokens.lengths, page)
     made = pool((pages + 1) * page, page, tokens.v[0].shape[2])
     made.moved = torch.roll(torch.arange((pages + 1) * page), -page)
@@ -304,13 +305,13 @@ def sglang_drafts(runner: Any, tokens: Tokens, mode: Any, trees: list[torch.Tens
 
 
 def speculation(drafts: int, mask: torch.Tensor | None) -> Any:
-    """Return what a back end reads of sglang's `spec_info`."""
+    """Return a stand-in for sglang's `spec_info`, with the fields that a back end reads."""
     return SimpleNamespace(num_tokens_per_req=drafts, custom_mask=mask, ragged_verify_layout=None)
 
 
 def sglang_layer(layer_id: int, decoder: Any, dim_v: int = DIM, **changed: Any) -> Any:
     """Return a layer as far as a back end reads it; `decoder` is sglang's type of attention."""
-    its = {
+    out = {
         "layer_id": layer_id,
         "tp_q_head_num": HEADS,
         "tp_k_head_num": HEADS_KV,
@@ -326,8 +327,8 @@ def sglang_layer(layer_id: int, decoder: Any, dim_v: int = DIM, **changed: Any) 
         "attn_type": decoder,
         "xai_temperature_len": -1,
     }
-    assert set(changed) <= set(its)
-    return SimpleNamespace(**its | changed)
+    assert set(changed) <= set(out)
+    return SimpleNamespace(**out | changed)
 
 
 def sglang_new(tokens: Tokens) -> list[torch.Tensor]:

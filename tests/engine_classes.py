@@ -18,8 +18,8 @@ FORMS = ["stand-in", *["installed"] * bool(find_spec("sglang"))]
 
 
 def sglang_classes(form: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return our class, and what of sglang's a batch is made of; `Windows` is a pool of which some
-    layers have one of their own, and `Latents` one of latent attention."""
+    """Return our class, and sglang's classes that a batch is made of. `Windows` is a pool in which
+    some layers have a pool of their own, `Latents` a pool of latent attention."""
     if form == "installed":
         forget(monkeypatch, "sglang")
         _name_operators_of_torchvision()
@@ -71,8 +71,8 @@ def _latents_of(theirs: Any) -> Any:
     """Return sglang's pool of latents, to be made and filled as the stand-in."""
 
     def made(slots: int, page: int, rank: int, rope: int, dtype: torch.dtype) -> Any:
-        its = {"kv_lora_rank": rank, "qk_rope_head_dim": rope, "layer_num": 2, "device": "cpu"}
-        pool = theirs(slots - page, page, dtype, enable_memory_saver=False, **its)
+        results = {"kv_lora_rank": rank, "qk_rope_head_dim": rope, "layer_num": 2, "device": "cpu"}
+        pool = theirs(slots - page, page, dtype, enable_memory_saver=False, **results)
         for buffer in pool.kv_buffer:
             buffer[page:] = float("nan")
         return pool

@@ -58,7 +58,7 @@ READ: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 def recorded(package: str) -> dict[str, Any]:
-    """Return what is recorded of a package: `version`, and `names`, a description by
+    """Return the recorded contract of a package: `version`, and `names`, descriptions by
     "module:name"."""
     return json.loads(RECORD.read_text(encoding="utf-8"))[package]
 
@@ -86,19 +86,19 @@ def read_wheel(path: Path) -> tuple[str, dict[str, Any]]:
     with ZipFile(path) as wheel:
         for file, wanted in READ[package].items():
             module = file.removesuffix(".py").replace("/", ".")
-            found = {name: one for name, one in _top_level(wheel.read(file).decode())}
-            names |= {f"{module}:{name}": _described(found[name]) for name in wanted}
+            out = {name: one for name, one in _top_level(wheel.read(file).decode())}
+            names |= {f"{module}:{name}": _described(out[name]) for name in wanted}
     return package, {"version": version, "names": names}
 
 
 def _top_level(source: str) -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
+    results: list[tuple[str, Any]] = []
     for node in ast.parse(source).body:
         if isinstance(node, ast.Assign):
-            found += [(one.id, node) for one in node.targets if isinstance(one, ast.Name)]
+            results += [(one.id, node) for one in node.targets if isinstance(one, ast.Name)]
         elif isinstance(node, ast.ClassDef | ast.FunctionDef):
-            found.append((node.name, node))
-    return found
+            results.append((node.name, node))
+    return results
 
 
 def _described(node: Any) -> Any:
@@ -148,17 +148,17 @@ def _line(node: ast.FunctionDef) -> str:
     return f"{' '.join([*words, node.name])}({given})"
 
 
-def _parameters(its: ast.arguments) -> list[str]:
-    plain = [*its.posonlyargs, *its.args]
-    required = len(plain) - len(its.defaults)
-    found = [one.arg + "=" * (i >= required) for i, one in enumerate(plain)]
-    if its.vararg:
-        found.append(f"*{its.vararg.arg}")
-    elif its.kwonlyargs:
-        found.append("*")
-    pairs = zip(its.kwonlyargs, its.kw_defaults, strict=True)
-    found += [one.arg + "=" * (default is not None) for one, default in pairs]
-    return [*found, f"**{its.kwarg.arg}"] if its.kwarg else found
+def _parameters(parameters: ast.arguments) -> list[str]:
+    plain = [*parameters.posonlyargs, *parameters.args]
+    required = len(plain) - len(parameters.defaults)
+    results = [one.arg + "=" * (i >= required) for i, one in enumerate(plain)]
+    if parameters.vararg:
+        results.append(f"*{parameters.vararg.arg}")
+    elif parameters.kwonlyargs:
+        results.append("*")
+    pairs = zip(parameters.kwonlyargs, parameters.kw_defaults, strict=True)
+    results += [one.arg + "=" * (default is not None) for one, default in pairs]
+    return [*results, f"**{parameters.kwarg.arg}"] if parameters.kwarg else results
 
 
 def main(folder: str) -> None:

@@ -29,7 +29,7 @@ def install(monkeypatch: pytest.MonkeyPatch, package: str) -> dict[str, Any]:
         if name.split(".")[0] == package:
             monkeypatch.delitem(sys.modules, name)
     made = {"vllm": _vllm, "sglang": _sglang}[package]()
-    for path, one in made.items():
+    for path, item in made.items():
         module, _, name = path.rpartition(":")
         parts = module.split(".")
         for i in range(1, len(parts) + 1):
@@ -39,8 +39,8 @@ def install(monkeypatch: pytest.MonkeyPatch, package: str) -> dict[str, Any]:
                 vars(sys.modules[at])["__path__"] = []
                 if i > 1:
                     setattr(sys.modules[".".join(parts[: i - 1])], parts[i - 1], sys.modules[at])
-        setattr(sys.modules[module], name, one)
-    return {path.rpartition(":")[2]: one for path, one in made.items()}
+        setattr(sys.modules[module], name, item)
+    return {path.rpartition(":")[2]: item for path, item in made.items()}
 
 
 def forget(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
@@ -56,7 +56,7 @@ def class_of(described: dict[str, Any], *, bases: tuple[Any, ...] = (), **bodies
     """Return a class with the recorded methods. Those in `bodies`, which must have the recorded
     parameters, are as given; `__init__` keeps what it is given, others return None, and abstract
     ones are abstract."""
-    found: dict[str, Any] = {}
+    by_name: dict[str, Any] = {}
     for name, line in methods(described).items():
         words, given = line.partition("(")[0].split()[:-1], parameters(line)
         body = bodies.pop(name, None)
@@ -77,9 +77,11 @@ def class_of(described: dict[str, Any], *, bases: tuple[Any, ...] = (), **bodies
         }
         for word in words:
             body = wrap[word](body) if word in wrap else body
-        found[name] = body
+        by_name[name] = body
     assert set(bodies) <= set(described["names"]), "fields have the recorded names"
-    return new_class("StandIn", (*bases, ABC), exec_body=lambda space: space.update(found | bodies))
+    return new_class(
+        "StandIn", (*bases, ABC), exec_body=lambda space: space.update(by_name | bodies)
+    )
 
 
 def names_of(described: dict[str, Any]) -> type[Enum]:
@@ -95,9 +97,9 @@ def _record(package: str) -> dict[str, Any]:
 
 
 def _vllm() -> dict[str, Any]:
-    its = _record("vllm")
-    backends, register_backend = _registry(its["AttentionBackendEnum"])
-    prefills, register_mla_prefill_backend = _registry(its["MLAPrefillBackendEnum"])
+    contract = _record("vllm")
+    backends, register_backend = _registry(contract["AttentionBackendEnum"])
+    prefills, register_mla_prefill_backend = _registry(contract["MLAPrefillBackendEnum"])
     current: list[Any] = [None]
 
     @contextmanager
@@ -110,17 +112,17 @@ def _vllm() -> dict[str, Any]:
         defaults = {"causal": True}
         fields = [
             (one, Any, defaults.get(one)) if has_defaults else (one, Any)
-            for one in its[name]["names"]
+            for one in contract[name]["names"]
         ]
         return make_dataclass(name, fields)
 
-    levels = its["AttentionCGSupport"]["names"]
+    levels = contract["AttentionCGSupport"]["names"]
     generic = (Generic[T],)
     backend = "vllm.v1.attention.backend"
     latent = "vllm.model_executor.layers.attention.mla_attention"
     prefill = "vllm.v1.attention.backends.mla.prefill"
-    answers = class_of(its["AttentionBackend"])
-    builder = class_of(its["AttentionMetadataBuilder"], bases=generic)
+    answers = class_of(contract["AttentionBackend"])
+    builder = class_of(contract["AttentionMetadataBuilder"], bases=generic)
     metadata = record("MLACommonMetadata")
 
     def build(
@@ -150,12 +152,12 @@ def _vllm() -> dict[str, Any]:
         "vllm.envs:VLLM_BATCH_INVARIANT": False,
         f"{backend}:AttentionBackend": answers,
         f"{backend}:AttentionMetadataBuilder": builder,
-        f"{backend}:AttentionImpl": class_of(its["AttentionImpl"], bases=generic),
-        f"{backend}:AttentionType": names_of(its["AttentionType"]),
+        f"{backend}:AttentionImpl": class_of(contract["AttentionImpl"], bases=generic),
+        f"{backend}:AttentionType": names_of(contract["AttentionType"]),
         f"{backend}:AttentionCGSupport": Enum("AttentionCGSupport", levels),
         f"{backend}:CommonAttentionMetadata": record("CommonAttentionMetadata"),
         f"{latent}:MLACommonBackend": class_of(
-            its["MLACommonBackend"],
+            contract["MLACommonBackend"],
             bases=(answers,),
             get_supported_head_sizes=lambda cls: [320, 512, 576],
             is_mla=lambda cls: True,
@@ -163,17 +165,17 @@ def _vllm() -> dict[str, Any]:
         f"{latent}:MLACommonMetadata": metadata,
         f"{latent}:MLACommonDecodeMetadata": record("MLACommonDecodeMetadata", has_defaults=False),
         f"{latent}:MLACommonMetadataBuilder": class_of(
-            its["MLACommonMetadataBuilder"],
+            contract["MLACommonMetadataBuilder"],
             bases=(builder, *generic),
             build=build,
             build_for_cudagraph_capture=lambda self, common_attn_metadata: self.build(
                 0, common_attn_metadata
             ),
         ),
-        f"{latent}:MLACommonImpl": class_of(its["MLACommonImpl"], bases=generic),
-        f"{latent}:QueryLenSupport": Enum("QueryLenSupport", its["QueryLenSupport"]["names"]),
+        f"{latent}:MLACommonImpl": class_of(contract["MLACommonImpl"], bases=generic),
+        f"{latent}:QueryLenSupport": Enum("QueryLenSupport", contract["QueryLenSupport"]["names"]),
         f"{prefill}.base:MLAPrefillBackend": class_of(
-            its["MLAPrefillBackend"],
+            contract["MLAPrefillBackend"],
             prepare_metadata=lambda self, prefill_metadata: setattr(
                 self, "_prefill_metadata", prefill_metadata
             ),
@@ -205,7 +207,7 @@ def _registry(described: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _sglang() -> dict[str, Any]:
-    its = _record("sglang")
+    contract = _record("sglang")
     choices, registered = ["triton"], {}
 
     def register_attention_backend(name: str) -> Any:
@@ -218,11 +220,11 @@ def _sglang() -> dict[str, Any]:
         made.loc, made.swa_loc = forward_batch.out_cache_loc, swa_loc
         return made
 
-    assert parameters(methods(its["KVWriteLoc"])["for_batch"]) == [
+    assert parameters(methods(contract["KVWriteLoc"])["for_batch"]) == [
         *("cls", "forward_batch", "*", "swa_loc=", "full_loc=")
     ]
     # The members that batches of these tests have, with the questions that a back end asks.
-    mode = Enum("ForwardMode", {name: auto() for name in its["ForwardMode"]["names"]})
+    mode = Enum("ForwardMode", {name: auto() for name in contract["ForwardMode"]["names"]})
     prompts = {"EXTEND", "MIXED", "TARGET_VERIFY", "SPLIT_PREFILL", "DLLM_EXTEND"}
     asked = {
         "is_idle": {"IDLE"},
@@ -232,7 +234,7 @@ def _sglang() -> dict[str, Any]:
         "is_target_verify": {"TARGET_VERIFY"},
         "is_dllm_extend": {"DLLM_EXTEND"},
     }
-    assert set(asked) <= set(methods(its["ForwardMode"]))
+    assert set(asked) <= set(methods(contract["ForwardMode"]))
     for name, those in asked.items():
         setattr(mode, name, lambda self, those=frozenset(those): self.name in those)
     alone = SimpleNamespace(attn_cp_size=1, attn_dcp_size=1)
@@ -244,8 +246,10 @@ def _sglang() -> dict[str, Any]:
             register_attention_backend
         ),
         f"{layers}.attention.attention_registry:ATTENTION_BACKENDS": registered,
-        f"{layers}.attention.base_attn_backend:AttentionBackend": class_of(its["AttentionBackend"]),
-        f"{layers}.radix_attention:AttentionType": names_of(its["AttentionType"]),
+        f"{layers}.attention.base_attn_backend:AttentionBackend": class_of(
+            contract["AttentionBackend"]
+        ),
+        f"{layers}.radix_attention:AttentionType": names_of(contract["AttentionType"]),
         f"{memory}.memory_pool:KVWriteLoc": type(
             "KVWriteLoc", (), {"for_batch": classmethod(for_batch)}
         ),

@@ -79,19 +79,19 @@ def integer(random: Random, depth: int) -> Expr:
     """Return an integer expression of indices and look-ups."""
     if depth == 0:
         return random.choice([B, H, Q, K, SEQLEN_KV, as_expr(3), t1(Q), t2(K)])
-    one, other = integer(random, depth - 1), integer(random, depth - 1)
+    left, other = integer(random, depth - 1), integer(random, depth - 1)
     positive = random.randint(2, 9)
     return random.choice(
         [
-            lambda: one + other,
-            lambda: one - other,
-            lambda: one * positive,
-            lambda: one // random.choice([-positive, positive]),
-            lambda: one % random.choice([-positive, positive]),
-            lambda: maximum(one, other),
-            lambda: abs(one),
-            lambda: where(condition(random, depth - 1), one, other),
-            lambda: t1(one % 7),
+            lambda: left + other,
+            lambda: left - other,
+            lambda: left * positive,
+            lambda: left // random.choice([-positive, positive]),
+            lambda: left % random.choice([-positive, positive]),
+            lambda: maximum(left, other),
+            lambda: abs(left),
+            lambda: where(condition(random, depth - 1), left, other),
+            lambda: t1(left % 7),
         ]
     )()
 
@@ -101,12 +101,12 @@ def condition(random: Random, depth: int) -> Expr:
     compare = random.choice(
         [at_most, less, equal, lambda a, b: opposite(equal(a, b)), lambda a, b: at_most(b, a)]
     )
-    found = compare(integer(random, depth), divide(integer(random, depth), random.choice([1, 2])))
+    actual = compare(integer(random, depth), divide(integer(random, depth), random.choice([1, 2])))
     if depth == 0:
-        return found
+        return actual
     other = condition(random, depth - 1)
     return random.choice(
-        [found, both(found, other), either(found, ~other), opposite(both(found, other))]
+        [actual, both(actual, other), either(actual, ~other), opposite(both(actual, other))]
     )
 
 
@@ -115,26 +115,26 @@ def score(random: Random, depth: int) -> Expr:
     if depth == 0:
         # Column 5 is one that q - k never meets: equal elements would tie in minima.
         return random.choice([S, S, S * 1.5, t0(H, Q - K), t0(H, 5), Q, as_expr(0.5), K])
-    one, other = score(random, depth - 1), score(random, random.randrange(depth))
+    left, other = score(random, depth - 1), score(random, random.randrange(depth))
     number = random.choice(NUMBERS)
     return random.choice(
         [
-            lambda: one + other,
-            lambda: one - multiply(number, other),
-            lambda: elementary("tanh", one) * other,
-            lambda: one + multiply(number, integer(random, 1)),
-            lambda: divide(one, 1.0 + power(other, 2)),
-            lambda: elementary("exp", elementary("tanh", one)),
-            lambda: elementary("log", add(1.0, power(one, 2))),
-            lambda: elementary("sqrt", add(1.0, abs(one))),
-            lambda: maximum(one, other),
-            lambda: minimum(one, number),
-            lambda: abs(one),
-            lambda: elementary("sigmoid", one),
-            lambda: elementary("sin", one) + elementary("cos", other),
-            lambda: where(condition(random, 1), one, other),
-            lambda: where(less(S, one), one, other),
-            lambda: multiply(number, floor(one)) + sign(other) * one,
-            lambda: power(one, 3) / 50.0 + power(2.0, elementary("tanh", one)),
+            lambda: left + other,
+            lambda: left - multiply(number, other),
+            lambda: elementary("tanh", left) * other,
+            lambda: left + multiply(number, integer(random, 1)),
+            lambda: divide(left, 1.0 + power(other, 2)),
+            lambda: elementary("exp", elementary("tanh", left)),
+            lambda: elementary("log", add(1.0, power(left, 2))),
+            lambda: elementary("sqrt", add(1.0, abs(left))),
+            lambda: maximum(left, other),
+            lambda: minimum(left, number),
+            lambda: abs(left),
+            lambda: elementary("sigmoid", left),
+            lambda: elementary("sin", left) + elementary("cos", other),
+            lambda: where(condition(random, 1), left, other),
+            lambda: where(less(S, left), left, other),
+            lambda: multiply(number, floor(left)) + sign(other) * left,
+            lambda: power(left, 3) / 50.0 + power(2.0, elementary("tanh", left)),
         ]
     )()

@@ -52,7 +52,7 @@ def _release(text: str) -> tuple[int, ...]:
 
 def prepare() -> None:
     """Make the interpreter right for bfloat16, and quicker, and have calls on CPU tensors run in
-    it. Raises Unsupported where it cannot work."""
+    it. Raises Unsupported if it cannot work."""
     if reason := trouble():
         raise Unsupported(reason)
     repair_bfloat16()
@@ -228,7 +228,7 @@ class _Operation:
 
 
 _operations = dict[Any, _Operation | None]()
-"""Operations by the operator and the types of the operands; None where numpy alone does not compute
+"""Operations by the operator and the types of the operands; None if numpy alone does not compute
 one."""
 
 
@@ -261,9 +261,9 @@ def _remember_operators(scope: Any) -> None:
             else:
                 return slow(self, other)
             if key not in _operations:
-                found = slow(self, other)
-                _operations[key] = _operation(name, self, other, right, found)
-                return found
+                actual = slow(self, other)
+                _operations[key] = _operation(name, self, other, right, actual)
+                return actual
             if (operation := _operations[key]) is None:
                 return slow(self, other)
             return made(operation, self, right)
@@ -282,11 +282,11 @@ def _remember_operators(scope: Any) -> None:
         if key is None or any(one is not None and one != every for one in slices):
             return slow_item(self, slices)
         if key not in _operations:
-            found, data = slow_item(self, slices), self.handle.data[slices]
-            same = data.shape == found.handle.data.shape
-            known = _Operation(np.ndarray.__getitem__, found.handle.dtype, _attributes(found))
+            actual, data = slow_item(self, slices), self.handle.data[slices]
+            same = data.shape == actual.handle.data.shape
+            known = _Operation(np.ndarray.__getitem__, actual.handle.dtype, _attributes(actual))
             _operations[key] = known if same else None
-            return found
+            return actual
         if (operation := _operations[key]) is None:
             return slow_item(self, slices)
         return made(operation, self, slices)
@@ -301,7 +301,7 @@ def _is_plain(number: Any) -> bool:
     return type(number) is float and (number == 0 or 1e-37 < abs(number) < 1e38)
 
 
-def _operation(name: str, self: Any, other: Any, right: Any, found: Any) -> _Operation | None:
+def _operation(name: str, self: Any, other: Any, right: Any, value: Any) -> _Operation | None:
     """Return how numpy computes what Triton has found, or nothing if that is not the same."""
     import triton.language as tl
 
@@ -322,16 +322,16 @@ def _operation(name: str, self: Any, other: Any, right: Any, found: Any) -> _Ope
         data = compute(self.handle.data, right)
     except TypeError:
         return None
-    expected = found.handle.data
+    expected = value.handle.data
     same = (data.dtype, data.shape) == (expected.dtype, expected.shape)
     if not same or data.tobytes() != expected.tobytes():
         return None
-    dtype = tl.int1 if data.dtype == bool else found.handle.dtype
-    return _Operation(compute, dtype, _attributes(found))
+    dtype = tl.int1 if data.dtype == bool else value.handle.dtype
+    return _Operation(compute, dtype, _attributes(value))
 
 
-def _attributes(found: Any) -> dict[str, Any]:
-    return {name: value for name, value in vars(found).items() if name != "handle"}
+def _attributes(actual: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(actual).items() if name != "handle"}
 
 
 @contextmanager

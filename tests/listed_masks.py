@@ -78,9 +78,9 @@ def dense(keep: Any, captured: list[torch.Tensor], shape: TiledShape) -> NDArray
         inside = np.ones(sizes, dtype=bool)
         for place, size in zip(places, tensor.shape, strict=True):
             inside &= (place >= -size) & (place < size)
-        found = np.zeros(sizes, dtype=tensor.dtype)
-        found[inside] = tensor[tuple(place[inside] for place in places)]
-        return found.astype(np.int64) if found.dtype.kind in "bui" else found
+        actual = np.zeros(sizes, dtype=tensor.dtype)
+        actual[inside] = tensor[tuple(place[inside] for place in places)]
+        return actual.astype(np.int64) if actual.dtype.kind in "bui" else actual
 
     def value(expr: Expr) -> Any:
         if expr in values:
@@ -146,9 +146,9 @@ def check(keep: Any, captured: list[torch.Tensor], shape: TiledShape) -> TileCla
     expected = brute_force(dense(keep, captured, shape), shape)
     classes = tile_classes.classify(keep, captured, shape, CPU)
     rows, columns = lists_of(classes, "rows"), lists_of(classes, "columns")
-    found = listed(rows, shape.columns)
-    assert (np.broadcast_to(found, expected.shape) == expected).all()
-    assert (listed(columns, shape.rows) == found.swapaxes(2, 3)).all()
+    actual = listed(rows, shape.columns)
+    assert (np.broadcast_to(actual, expected.shape) == expected).all()
+    assert (listed(columns, shape.rows) == actual.swapaxes(2, 3)).all()
     return classes
 
 

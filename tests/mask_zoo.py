@@ -50,13 +50,13 @@ class Case:
     name: str
     mask: Mask
     keeps: Callable[[int, int, int, int], Any]
-    """Whether batch b, head h keeps (q, k)."""
+    """True if batch b, head h keeps (q, k)."""
     seqlen_q: int = 70
     seqlen_kv: int = 70
     varies: bool = False
-    """Whether b or h matters."""
+    """True if b or h matters."""
     exact: bool = True
-    """Whether tiles are classified exactly, not only on the safe side."""
+    """True if tiles are classified exactly, not only on the safe side."""
 
     def __str__(self) -> str:
         return self.name

@@ -1,4 +1,4 @@
-"""Masks and scores of other sizes than those of a call, and what is said of each."""
+"""Masks and scores whose sizes differ from the call's, with the expected error of each."""
 
 from __future__ import annotations
 

@@ -130,14 +130,14 @@ def served(
     """Return the tokens that follow each prompt: prompts go in by chunks, in the same calls as
     other requests decode; each step verifies `drafts` guesses, every other one wrong on purpose."""
     all_served = Served(model, len(prompts))
-    waiting = [list(one) for one in prompts]
-    found: list[list[int]] = [[] for _ in prompts]
-    right = [dense(model, one, count + drafts) for one in prompts]  # what drafts are made of
-    while min(map(len, found)) < count:
+    waiting = [list(item) for item in prompts]
+    results: list[list[int]] = [[] for _ in prompts]
+    right = [dense(model, item, count + drafts) for item in prompts]  # what drafts are made of
+    while min(map(len, results)) < count:
         given: list[list[int]] = []
-        for one, known, guess in zip(waiting, found, right, strict=True):
-            if one:
-                given.append([one.pop(0) for _ in range(min(chunk, len(one)))])
+        for item, known, guess in zip(waiting, results, right, strict=True):
+            if item:
+                given.append([item.pop(0) for _ in range(min(chunk, len(item)))])
                 continue
             ahead = guess[len(known) : len(known) + drafts]
             if len(known) % 2:  # a draft that is wrong from its second token on
@@ -146,18 +146,18 @@ def served(
         dropped: list[int] = []
         for i, logits in enumerate(all_served.step(given)):
             best = logits.argmax(-1).tolist()
-            if not found[i]:
+            if not results[i]:
                 dropped.append(0)
                 if not waiting[i]:
-                    found[i].append(best[-1])
+                    results[i].append(best[-1])
                 continue
             accepted = 1
             while accepted < len(best) and given[i][accepted] == best[accepted - 1]:
                 accepted += 1
-            found[i] += best[:accepted]
+            results[i] += best[:accepted]
             dropped.append(len(best) - accepted)
         all_served.forget(dropped)
-    return [one[:count] for one in found]
+    return [item[:count] for item in results]
 
 
 def served_by_trees(
@@ -167,14 +167,14 @@ def served_by_trees(
     the tokens of the last one, behind which a tree of drafts branches, some of them right."""
     all_served = Served(model, len(prompts))
     pending = [list(one) for one in prompts]
-    found: list[list[int]] = [[] for _ in prompts]
+    results: list[list[int]] = [[] for _ in prompts]
     right = [dense(model, one, count + 3) for one in prompts]  # what drafts are made of
     steps = 0
-    while min(map(len, found)) < count:
+    while min(map(len, results)) < count:
         steps += 1
         tokens: list[list[int]] = []
         parents: list[list[int]] = []
-        for chain, known, guess in zip(pending, found, right, strict=True):
+        for chain, known, guess in zip(pending, results, right, strict=True):
             next_one, second, third = guess[len(known) :][:3] if len(known) < count else [0, 1, 2]
             wrong, last = (next_one + 1) % VOCABULARY, len(chain) - 1
             # Two children, of the wrong one one, of the right one two, of these one each.
@@ -192,7 +192,7 @@ def served_by_trees(
                 accepted.append(best[at])
                 children = [j for j, up in enumerate(parents[i]) if up == at]
                 at = next((j for j in children if tokens[i][j] == best[at]), None)
-            found[i] += accepted
+            results[i] += accepted
             pending[i] = accepted
         all_served.forget(dropped)
-    return [one[:count] for one in found], steps
+    return [one[:count] for one in results], steps

@@ -58,8 +58,8 @@ class Server:
 @contextlib.contextmanager
 def postgres() -> Iterator[Server]:
     """Start a server, or skip the test, naming what is missing."""
-    found = sorted(PACKAGES.glob("*/bin/postgres"))
-    if not found:
+    results = sorted(PACKAGES.glob("*/bin/postgres"))
+    if not results:
         pytest.skip("needs Debian's package postgresql: apt-get install -y postgresql")
     pytest.importorskip("psycopg", reason="needs psycopg; pip install 'tilegen[dev]'")
     with socket.socket() as free:
@@ -70,7 +70,7 @@ def postgres() -> Iterator[Server]:
         user = pwd.getpwnam("postgres")
         os.chown(data, user.pw_uid, user.pw_gid)
     try:
-        server = Server(found[-1].parent, data, port)
+        server = Server(results[-1].parent, data, port)
         try:
             yield server
         finally:

@@ -88,5 +88,5 @@ def place(root: Path, put: TuningRecord, origin: Origin = "own") -> Location:
 def save_many(root: Path, writer: int) -> None:
     """Save ever faster records; here, because processes that are spawned import it."""
     for step in range(20):
-        one = record(us=1000.0 - 10 * step + writer, trials=step, source=f"{writer:012x}")
-        save(one, location=own(root))
+        finding = record(us=1000.0 - 10 * step + writer, trials=step, source=f"{writer:012x}")
+        save(finding, location=own(root))

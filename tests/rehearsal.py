@@ -144,24 +144,24 @@ class Noting(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        found = func(*args, **kwargs)
+        actual = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        if isinstance(found, torch.Tensor) and "empty" not in name and name != "__get__":
+        if isinstance(actual, torch.Tensor) and "empty" not in name and name != "__get__":
 
             def again() -> None:
                 new = func(*args, **kwargs)
-                if new is not found:
-                    found.data.copy_(new)
+                if new is not actual:
+                    actual.data.copy_(new)
 
             assert Graph.capturing
             Graph.capturing.steps.append(again)
-        return found
+        return actual
 
 
 @contextmanager
-def graph(its: Graph) -> Generator[None]:
+def graph(captured: Graph) -> Generator[None]:
     """Capture what runs within."""
-    Graph.capturing = its
+    Graph.capturing = captured
     try:
         with Noting():
             yield

@@ -66,11 +66,11 @@ class Replay(Replayed):
         raise KeyboardInterrupt
 
 
-def said(found: float | str, spread: float) -> Measurement:
+def said(actual: float | str, spread: float) -> Measurement:
     """Return the measurement that an entry of a table stands for."""
-    if isinstance(found, float):
-        return timed(found, spread)
-    status, message = found.split(": ", 1)
+    if isinstance(actual, float):
+        return timed(actual, spread)
+    status, message = actual.split(": ", 1)
     return Measurement(status=cast("Status", status), message=message)
 
 

@@ -21,14 +21,13 @@ OVER, UNDER, SLACK_BYTES = 0.05, 0.01, 1024
 
 
 def is_close(predicted: int, reported: int) -> bool:
-    """Whether predicted bytes are within the slack above."""
+    """Return True if predicted bytes are within the slack above."""
     low, high = (1 - UNDER) * reported - SLACK_BYTES, (1 + OVER) * reported + SLACK_BYTES
     return low <= predicted <= high
 
 
 def usable(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> CompiledKernel:
-    """Return what a call settles on, which may be used and takes as much shared memory as
-    predicted."""
+    """Compile the choice of a call; it must be usable, with shared memory as predicted."""
     predicted, built = settled(problem, gpu, kernel)
     what = f"{problem.key} {kernel} {predicted.config}"
     assert acceptable(built.resources, gpu), what
@@ -39,7 +38,7 @@ def usable(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> CompiledK
 def settled(
     problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel
 ) -> tuple[CostEstimate, CompiledKernel]:
-    """Return what the model says of a config, and what the compiler makes of it."""
+    """Return the model's estimate of a call's choice, and the compiled kernel."""
     task = KernelTask.of(kernel, problem, gpu)
     candidates = by_lower_bound(task, top=MAX_COMPILES)
     predicted = {one.config: one.estimate for one in candidates}

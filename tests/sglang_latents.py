@@ -94,13 +94,13 @@ class Latents:
 
     def layer(self, decoder: Any, *, absorbed: bool, **changed: Any) -> Any:
         """Return the layer of a form; sglang gives both one number."""
-        its = self.absorbed if absorbed else self.heads
-        heads = {"tp_q_head_num": its.q[0].shape[1], "tp_k_head_num": its.k[0].shape[1]}
-        dims = {"qk_head_dim": its.k[0].shape[2], "dim_v": its.v[0].shape[2]}
+        options = self.absorbed if absorbed else self.heads
+        heads = {"tp_q_head_num": options.q[0].shape[1], "tp_k_head_num": options.k[0].shape[1]}
+        dims = {"qk_head_dim": options.k[0].shape[2], "dim_v": options.v[0].shape[2]}
         return sglang_layer(0, decoder, **dims, **heads, **changed)
 
     def of_heads(self, out: torch.Tensor) -> torch.Tensor:
-        """Return what the model makes of the result of absorbed attention."""
+        """Compute the model's output from the result of absorbed attention."""
         latents = out.double().unflatten(1, (-1, self.up_v.shape[2]))
         return torch.einsum("thr,hvr->thv", latents, self.up_v).flatten(1)
 

@@ -85,10 +85,10 @@ def child(where: Location, process: int, steps: int, log: Path) -> None:
             key = keys_of(process)[step % 2]
             save(record(**finding(process, key, step)), location=where)
             os.write(told, json.dumps(["record", key, process, step]).encode() + b"\n")
-            found = look_up(
+            entry = look_up(
                 KernelTask.of("fwd", chance.choice(KEYS), H200), where=[where], borrow=False
             )
-            assert found is None or found.record.is_measured
+            assert entry is None or entry.record.is_measured
             step += 1
         trouble = heard.said
     except BaseException:  # whatever it is, the test must hear of it

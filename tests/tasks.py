@@ -26,6 +26,6 @@ def tiled(
 ) -> Tiled:
     """Return such a task with a config; `joined` are the splits that the kernel joins, of the
     kernel that it `follows`, or of the usual."""
-    one = task(kernel, problem, arch)
+    kernel_task = task(kernel, problem, arch)
     before = KERNELS[follows] if follows else None
-    return Tiled(KernelTask(one.spec, problem, one.device, joined, before), config)
+    return Tiled(KernelTask(kernel_task.spec, problem, kernel_task.device, joined, before), config)

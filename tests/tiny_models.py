@@ -43,8 +43,8 @@ class TinyModel:
         make = getattr(transformers, kind)._from_config
         model = make(config, attn_implementation=attention, **self.options)
         with torch.no_grad():
-            for one in model.parameters():  # so that weights of attention are not all alike
-                one.copy_(torch.randn(one.shape) * (0.3 if one.ndim > 1 else 0.5))
+            for parameter in model.parameters():  # so that weights of attention are not all alike
+                parameter.copy_(torch.randn(parameter.shape) * (0.3 if parameter.ndim > 1 else 0.5))
         return model.to(dtype).eval()
 
 
@@ -144,7 +144,7 @@ COMPILED = ("llama", "qwen3", "mistral", "gemma2", "gpt_oss")
 
 
 def inputs(name: str, batch: int = 2, tokens: int = 9) -> dict[str, torch.Tensor]:
-    """Return what a model is called with, without padding."""
+    """Return the inputs of a model, without padding."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, VOCABULARY, (batch, tokens), generator=generator)
     make: dict[str, Callable[[], dict[str, torch.Tensor]]] = {

@@ -81,10 +81,10 @@ def calls() -> dict[str, Call]:
         "chained": dict(score=tilegen.softcap(3.0).then(tilegen.alibi(torch.rand(HEADS)))),
         "function": dict(score=tilegen.score(lambda s, b, h, i, j: s + (IDS * 0.5)[i] * j)),
     }
-    found = {f"{name} outside": Call(_attention(**one)) for name, one in outside.items()}
+    out = {f"{name} outside": Call(_attention(**one)) for name, one in outside.items()}
 
     def inside(name: str, run: Callable[..., Any], *given: Any) -> None:
-        found[f"{name} inside"] = Call(run, given)
+        out[f"{name} inside"] = Call(run, given)
 
     def call(q: Any, k: Any, v: Any, **arguments: Any) -> Any:
         return tilegen.attention(q, k, v, return_lse=True, **arguments)
@@ -158,10 +158,10 @@ def calls() -> dict[str, Call]:
     block_mask = create_block_mask(
         lambda b, h, i, j: (IDS[i] == IDS[j]) & (j <= i), None, None, ROWS, ROWS, device="cpu"
     )
-    found["FlexAttention's"] = Call(
+    out["FlexAttention's"] = Call(
         lambda q, k, v, mask: tilegen.flex_attention(
             q, k, v, lambda s, b, h, i, j: s * 2 + (i - j), mask, enable_gqa=True
         ),
         (block_mask,),
     )
-    return found
+    return out

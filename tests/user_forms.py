@@ -175,7 +175,7 @@ SCORES: dict[str, Callable[[Any, Any, Any, Any, Any], Any]] = {
 
 
 def pairs(mask: Callable[[Any, Any, Any, Any], Any]) -> torch.Tensor:
-    """Return what PyTorch makes of a mask: (BATCH, HEADS, SEQLEN_Q, SEQLEN_KV), pair by pair."""
+    """Evaluate a mask in PyTorch: (BATCH, HEADS, SEQLEN_Q, SEQLEN_KV), pair by pair."""
     every = torch.func.vmap(
         torch.func.vmap(
             torch.func.vmap(torch.func.vmap(mask, (None, None, None, 0)), (None, None, 0, None)),

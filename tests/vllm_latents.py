@@ -57,7 +57,7 @@ class Latent:
         drafts = SimpleNamespace(
             num_speculative_tokens=self.drafts, parallel_drafting=False, method="mtp"
         )
-        one = {"prefill_context_parallel_size": 1, "decode_context_parallel_size": 1}
+        results = {"prefill_context_parallel_size": 1, "decode_context_parallel_size": 1}
         return SimpleNamespace(
             model_config=SimpleNamespace(
                 max_model_len=64,
@@ -67,7 +67,7 @@ class Latent:
                 get_num_attention_heads=lambda parallel: HEADS,
             ),
             speculative_config=drafts if self.drafts else None,
-            parallel_config=SimpleNamespace(**one, cp_kv_cache_interleave_size=1),
+            parallel_config=SimpleNamespace(**results, cp_kv_cache_interleave_size=1),
             compilation_config=SimpleNamespace(static_forward_context={"layer": layer}),
             scheduler_config=SimpleNamespace(max_num_seqs=8),
             cache_config=SimpleNamespace(
@@ -198,13 +198,13 @@ class Prompts:
 
     def expected(self, *, cached: bool = True) -> torch.Tensor:
         """Return dense attention to all keys, or to new ones only, computed in fp64."""
-        found: list[torch.Tensor] = []
+        results: list[torch.Tensor] = []
         for i in range(len(self.new)):
             rows, columns = slice(*self.starts[i : i + 2]), slice(*self.chunk[i : i + 2])
             pairs = zip(self.old, self.own, strict=True)
             k, v = (torch.cat([a[columns][: None if cached else 0], b[rows]]) for a, b in pairs)
-            found.append(dense(self.q[rows], k, v, Kept(), scale=SCALE))
-        return torch.cat(found)
+            results.append(dense(self.q[rows], k, v, Kept(), scale=SCALE))
+        return torch.cat(results)
 
 
 def merged(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
@@ -217,7 +217,7 @@ def merged(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
 # Classes
 
 INSTALLED = bool(find_spec("vllm") and find_spec("llguidance"))
-"""Whether vllm is here with what the import of its MLA layer needs."""
+"""True if vllm is here with what the import of its MLA layer needs."""
 needs_vllm = pytest.mark.skipif(
     not INSTALLED, reason="needs the package vllm and what its MLA layer imports; see .ci/run"
 )

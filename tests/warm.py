@@ -63,7 +63,7 @@ def start(code: str, *argv: str, env: Mapping[str, str] | None = None, seed: int
 
 
 def output(code: str, *argv: str, env: Mapping[str, str] | None = None, seed: int = 1) -> str:
-    """Return what a program prints. Raises CalledProcessError, with what it said, if it fails."""
+    """Run a program and return its output."""
     program = start(code, *argv, env=env, seed=seed)
     out, err = program.communicate()
     if program.returncode:

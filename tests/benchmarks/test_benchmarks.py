@@ -56,9 +56,9 @@ def test_catalogue_names_are_unique_and_head_is_part_of_it() -> None:
     ],
 )
 def test_catalogue_has_the_model(model: str) -> None:
-    found = [workload for workload in CATALOGUE if workload.name.startswith(model)]
-    assert found
-    assert all(workload.source for workload in found)
+    results = [workload for workload in CATALOGUE if workload.name.startswith(model)]
+    assert results
+    assert all(workload.source for workload in results)
 
 
 def test_tokens_counts_the_whole_batch() -> None:
@@ -118,10 +118,10 @@ def test_rows_read_back_and_half_a_row_is_dropped(tmp_path: Path) -> None:
 
 
 def test_environment_names_versions_and_command() -> None:
-    found = environment()
-    assert found.torch == torch.__version__
-    assert found.triton
-    assert found.command.startswith("python")
+    machine = environment()
+    assert machine.torch == torch.__version__
+    assert machine.triton
+    assert machine.command.startswith("python")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -138,10 +138,10 @@ def test_inputs_have_the_same_values_in_both_layouts(rows_first: bool) -> None:
 
 def results(problem: AttentionProblem, provider: str) -> tuple[dict[str, torch.Tensor], ...]:
     """Return a provider's out, and its gradients, on the inputs the check expects."""
-    (found,) = [p for p in providers() if p.name == provider]
+    (items,) = [p for p in providers() if p.name == provider]
     inputs = make_inputs(problem, device="cpu")
     leaves = [tensor.requires_grad_() for tensor in (inputs.q, inputs.k, inputs.v)]
-    out = found.prepare(problem, "cpu")(*leaves)
+    out = items.prepare(problem, "cpu")(*leaves)
     grads = torch.autograd.grad(out, leaves, inputs.dout)
     return {"out": out}, dict(zip(("dq", "dk", "dv"), grads, strict=True))
 
@@ -157,8 +157,8 @@ KEEPS_SOMETHING_IN_EVERY_ROW = [
 @pytest.mark.parametrize("problem", KEEPS_SOMETHING_IN_EVERY_ROW, ids=str)
 def test_sdpa_gets_the_right_mask(problem: AttentionProblem) -> None:
     inputs = make_inputs(problem, device="cpu")
-    for found in results(problem, "sdpa-math"):
-        verdict = check(problem, inputs, found)
+    for actual in results(problem, "sdpa-math"):
+        verdict = check(problem, inputs, actual)
         assert verdict.ok, verdict.detail
 
 
@@ -182,10 +182,10 @@ def test_each_head_is_checked_against_its_own_part_of_a_mask(grid: str) -> None:
 @pytest.mark.parametrize("batch, head", [(0, 0), (1, -1)])
 def test_check_sees_one_wrong_element(name: str, batch: int, head: int) -> None:
     inputs = make_inputs(PROBLEM, device="cpu")
-    (found,) = [r for r in results(PROBLEM, "sdpa-math") if name in r]
-    found[name] = found[name].detach().clone()
-    found[name][batch, head, -1, -1] += 0.01
-    verdict = check(PROBLEM, inputs, found)
+    (out,) = [r for r in results(PROBLEM, "sdpa-math") if name in r]
+    out[name] = out[name].detach().clone()
+    out[name][batch, head, -1, -1] += 0.01
+    verdict = check(PROBLEM, inputs, out)
     assert not verdict.ok
     assert name in verdict.detail
 

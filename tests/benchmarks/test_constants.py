@@ -27,12 +27,12 @@ def in_the_table() -> set[str]:
 
 
 def in_the_code() -> set[str]:
-    found = {one.name for record in (Rates, Instructions, Family) for one in fields(record)}
+    results = {one.name for record in (Rates, Instructions, Family) for one in fields(record)}
     for path in FOLDER.glob("*.py"):
         for line in path.read_text(encoding="utf-8").splitlines():
             if match := re.match(r"([A-Z][A-Z_]+(?:, [A-Z][A-Z_]+)*) = (?:\d|{\")", line):
-                found |= set(match[1].split(", "))
-    return found
+                results |= set(match[1].split(", "))
+    return results
 
 
 def test_every_constant_is_in_the_table_and_no_other() -> None:

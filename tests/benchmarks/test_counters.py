@@ -141,9 +141,9 @@ def test_a_program_that_takes_too_long_is_ended_with_the_profiler(
     state = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}/stat")
     until = time.monotonic() + 30  # the program ends when a busy machine comes to it
     with contextlib.suppress(FileNotFoundError):  # or nobody has asked for its exit code yet
-        while (found := state.read_text().split()[2]) != "Z" and time.monotonic() < until:
+        while (actual := state.read_text().split()[2]) != "Z" and time.monotonic() < until:
             time.sleep(0.01)
-        assert found == "Z"
+        assert actual == "Z"
 
 
 def test_a_run_replaces_the_rows_of_the_run_before(
@@ -159,8 +159,8 @@ def test_a_run_replaces_the_rows_of_the_run_before(
     )
     for _ in range(2):
         counters.main(csv=tmp_path / "counters.csv", minutes=1.0, launch_only=None)
-        found = own_columns(tmp_path / "counters.csv", counters.CounterRow)
-        assert [row[0] for row in found] == ["workload", "a", "b"]
+        rows = own_columns(tmp_path / "counters.csv", counters.CounterRow)
+        assert [row[0] for row in rows] == ["workload", "a", "b"]
 
 
 def test_counted_rows_are_summarised(tmp_path: Path) -> None:

@@ -58,11 +58,11 @@ def test_all_forms_compute_the_same() -> None:
     q, k, v = cpu_decode.Memory().tensors(problem)
     forms = cpu_decode.functions(problem, q, k, v)
     forms.pop(cpu_decode.READING)
-    found = {name: form() for name, form in forms.items()}
+    results = {name: form() for name, form in forms.items()}
     exact = torch.nn.functional.scaled_dot_product_attention(
         q.double(), k.double(), v.double(), enable_gqa=True
     )
-    for name, result in found.items():
+    for name, result in results.items():
         assert isinstance(result, torch.Tensor)
         torch.testing.assert_close(
             result.double().reshape(exact.shape), exact, rtol=1e-5, atol=1e-6, msg=name

@@ -89,12 +89,12 @@ def test_flashinfer_that_is_not_installed_is_unsupported(monkeypatch: pytest.Mon
 def test_the_table_of_decoding_is_what_the_model_predicts(tmp_path: Path) -> None:
     path = tmp_path / "predicted.csv"
     decode.write(path, [decode.predict(target) for target in decode.TARGETS])
-    (head, *found), (names, *kept) = (
+    (head, *rows), (names, *kept) = (
         own_columns(one, decode.Predicted) for one in (path, decode.PREDICTED)
     )
     assert head == names
     by_model = head.index("compiled")  # what compiling tells comes last: see compile_only
-    assert [row[:by_model] for row in found] == [row[:by_model] for row in kept], (
+    assert [row[:by_model] for row in rows] == [row[:by_model] for row in kept], (
         "python -m benchmarks.decode"
     )
     assert {*head[by_model:]} == {"compiled", "compiled_us"}

@@ -53,26 +53,26 @@ def test_reasons_are_told_from_what_was_compiled() -> None:
 def test_each_kernel_of_either_time_has_a_line() -> None:
     problem = AttentionProblem.parse("b1 hq8 hkv1 q1 kv32768 d128 bf16 full")
     before = {"fwd": OLD, "bwd_preprocess": NEW, "bwd_dkdv": SPILLS, "bwd_dq": OLD}
-    found = {one["kernel"]: one for one in lines(problem, H200, before)}
+    results = {one["kernel"]: one for one in lines(problem, H200, before)}
     now = kernels_of(problem, H200)
     assert "fwd_split" in now
-    assert set(found) == {*now, *before}
-    assert "after" not in found["fwd"]
-    assert found["fwd"]["why"] == "the pass is computed by fwd_split fwd_combine"
-    assert found["fwd_split"]["why"] == "in the place of fwd"
-    assert found["bwd_preprocess"]["why"] == "the same"
+    assert set(results) == {*now, *before}
+    assert "after" not in results["fwd"]
+    assert results["fwd"]["why"] == "the pass is computed by fwd_split fwd_combine"
+    assert results["fwd_split"]["why"] == "in the place of fwd"
+    assert results["bwd_preprocess"]["why"] == "the same"
     for kernel in {*before, *now} - {"fwd", "fwd_split", "fwd_combine", "bwd_preprocess"}:
-        assert found[kernel]["why"]
+        assert results[kernel]["why"]
 
 
 @pytest.mark.usefixtures("known")
 def test_what_may_not_be_used_is_named_and_times_are_of_both() -> None:
     problem = AttentionProblem.parse("b1 hq32 hkv8 q8192 d128 bf16 causal")
     before = {"fwd": OLD, "bwd_preprocess": NEW, "bwd_dkdv": SPILLS, "bwd_dq": NEW}
-    found = {one["kernel"]: one for one in lines(problem, H200, before)}
-    assert found["bwd_dkdv"]["why"] == "not usable: spills"
-    assert (found["fwd"]["before_us"], found["fwd"]["after_us"]) == (1500, 1000)
-    assert found["fwd"]["why"] == "slower by machine code, 1.50 times the time"
+    results = {one["kernel"]: one for one in lines(problem, H200, before)}
+    assert results["bwd_dkdv"]["why"] == "not usable: spills"
+    assert (results["fwd"]["before_us"], results["fwd"]["after_us"]) == (1500, 1000)
+    assert results["fwd"]["why"] == "slower by machine code, 1.50 times the time"
 
 
 @pytest.mark.usefixtures("known")
@@ -91,10 +91,10 @@ def test_the_command_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
 
 
 def test_earlier_choices_are_of_the_catalogue() -> None:
-    found = read(first_choices.BEFORE)
-    assert {one["compiled_for"] for one in found} == {"h200", "a100", "b200", "rtx5090"}
+    rows = read(first_choices.BEFORE)
+    assert {one["compiled_for"] for one in rows} == {"h200", "a100", "b200", "rtx5090"}
     keys = {one.problem.normal().key for one in CATALOGUE}
-    assert len({one["problem"] for one in found} & keys) >= 25
-    assert all(one["kernel"] in KERNELS for one in found)
-    ways = passes(tuple(dict.fromkeys(one["kernel"] for one in found)))
+    assert len({one["problem"] for one in rows} & keys) >= 25
+    assert all(one["kernel"] in KERNELS for one in rows)
+    ways = passes(tuple(dict.fromkeys(one["kernel"] for one in rows)))
     assert set(ways) == {"forward", "backward"}

@@ -178,10 +178,10 @@ def test_libraries_are_measured_without_a_prediction() -> None:
 def test_experiments_pass_fail_or_were_not_run() -> None:
     good = verdicts.rows_of(ONE, parse(recorded(ONE)), H200)
     bad = verdicts.rows_of(ONE, parse(recorded(ONE, wire=1.5)), H200)
-    found = {row.experiment: row for row in verdicts.verdicts([*good, *bad], {"E1": 1, "E3": 2})}
-    assert (found["E1"].verdict, found["E1"].passed, found["E1"].failed) == ("fail", 2, 2)
-    assert "1.5" in found["E1"].worst
-    assert (found["E3"].verdict, found["E3"].broken) == ("not run", 2)
+    judged = {row.experiment: row for row in verdicts.verdicts([*good, *bad], {"E1": 1, "E3": 2})}
+    assert (judged["E1"].verdict, judged["E1"].passed, judged["E1"].failed) == ("fail", 2, 2)
+    assert "1.5" in judged["E1"].worst
+    assert (judged["E3"].verdict, judged["E3"].broken) == ("not run", 2)
     none = verdicts.rows_of(ONE, parse(recorded(ONE, wire=0)), H200)
     assert next(iter(verdicts.verdicts([*bad, *none], {}))).worst.endswith(": 0.0")
     assert next(iter(verdicts.verdicts(good, {}))).verdict == "pass"
@@ -247,8 +247,8 @@ def test_failing_cases_and_the_end_of_time_keep_what_was_found(
     assert "ncu counted nothing" in (said := capsys.readouterr().out)
     assert "time is over, 1 cases left" in said
     assert [row["verdict"] for row in read(tmp_path / "rows.csv")] == ["pass", "pass"]
-    found = {row["experiment"]: row["verdict"] for row in read(tmp_path / "verdicts.csv")}
-    assert found == dict.fromkeys(EXPERIMENTS, "not run") | {"E1": "pass"}
+    verdicts = {row["experiment"]: row["verdict"] for row in read(tmp_path / "verdicts.csv")}
+    assert verdicts == dict.fromkeys(EXPERIMENTS, "not run") | {"E1": "pass"}
 
 
 def test_a_case_that_the_end_of_time_cuts_off_is_not_broken(

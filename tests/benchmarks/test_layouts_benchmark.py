@@ -30,11 +30,15 @@ SMALL = AttentionProblem.parse("b2 hq4 hkv2 q1 kv40 d40 fp16 page8")
 def test_what_is_contiguous_is_counted_from_strides(layout: str, stride: int, run: int) -> None:
     k, v = cache_of(layout, 8, 3, SMALL, "cpu")
     assert k.shape == v.shape == (3, 8, 2, 40)
-    found = contiguous(k)
-    assert (found["row_bytes"], found["row_stride_bytes"], found["run_bytes"]) == (80, stride, run)
+    actual = contiguous(k)
+    assert (actual["row_bytes"], actual["row_stride_bytes"], actual["run_bytes"]) == (
+        80,
+        stride,
+        run,
+    )
     # Keys of 80 bytes start a sector, or lie in the midst of one, which their neighbour shares.
     held = {(key * stride + byte) // layouts.SECTOR for key in range(8) for byte in range(80)}
-    assert found["sectors_per_key"] == len(held) / 8
+    assert actual["sectors_per_key"] == len(held) / 8
     assert (len(held) == 20) == (layout == "HND")
 
 
@@ -55,16 +59,16 @@ def test_rows_of_the_repository_are_what_the_model_says(
     monkeypatch.setattr(layouts, "has_gpu", lambda: False)
     made = list(layouts.rows())
     layouts.write(tmp_path / "table.csv", made)
-    (names, *found), (_, *kept) = (
+    (names, *rows), (_, *kept) = (
         own_columns(path, layouts.Row) for path in (tmp_path / "table.csv", OUT)
     )
-    assert len(found) == len(kept) == len(PAGES) * len(LAYOUTS)
-    for one, line in zip(found, kept, strict=True):
-        for name, value, shown in zip(names, one, line, strict=True):
+    assert len(rows) == len(kept) == len(PAGES) * len(LAYOUTS)
+    for row, line in zip(rows, kept, strict=True):
+        for name, value, shown in zip(names, row, line, strict=True):
             assert name in BY_COMPILER or value == shown, name
-    assert len({one.predicted_us for one in made}) == 1, "README says that the model sees none"
-    assert {one.tables_bytes for one in made if one.page >= 128} != {
-        one.tables_bytes for one in made if one.page < 128
+    assert len({row.predicted_us for row in made}) == 1, "README says that the model sees none"
+    assert {row.tables_bytes for row in made if row.page >= 128} != {
+        row.tables_bytes for row in made if row.page < 128
     }
 
 
@@ -72,11 +76,11 @@ def test_the_page_on_integrations_shows_these_numbers() -> None:
     page = (ROOT / "tilegen" / "integrations" / "README.md").read_text(encoding="utf-8")
     with OUT.open(encoding="utf-8", newline="") as file:
         kept = list(csv.DictReader(file))
-    for one in kept:
-        tables = f"{int(one['tables_bytes']) / 2**20:.2f} MiB"
-        shown = (one["page"], tables, one["registers"], one["instructions"])
+    for row in kept:
+        tables = f"{int(row['tables_bytes']) / 2**20:.2f} MiB"
+        shown = (row["page"], tables, row["registers"], row["instructions"])
         assert f"| {' | '.join(shown)} |" in page
-        assert f" | {one['row_stride_bytes']} bytes |" in page
+        assert f" | {row['row_stride_bytes']} bytes |" in page
     predicted = f"{float(kept[0]['predicted_us']):.4g}"
     assert f"predicted time is {predicted} us for all {len(kept)} rows" in page
 

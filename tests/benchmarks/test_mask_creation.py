@@ -55,11 +55,11 @@ def test_longer_ones_than_a_failure_are_not_tried(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(multiprocessing.get_context("spawn").Process, "start", lambda self: None)
     monkeypatch.setattr(multiprocessing.get_context("spawn").Process, "kill", lambda self: None)
     monkeypatch.setattr(multiprocessing.get_context("spawn").Process, "join", lambda self: None)
-    found = list(creations("documents", "flex", [1, 2, 3, 4], seconds=1, gib=1))
-    assert [seqlen for seqlen, _ in found] == [1, 2, 3, 4]
-    assert [one.status for _, one in found] == ["ok"] + ["out_of_memory"] * 3
-    assert found[1][1].detail == "no memory"
-    assert found[3][1].detail == "not tried: 2 did not work"
+    results = list(creations("documents", "flex", [1, 2, 3, 4], seconds=1, gib=1))
+    assert [seqlen for seqlen, _ in results] == [1, 2, 3, 4]
+    assert [one.status for _, one in results] == ["ok"] + ["out_of_memory"] * 3
+    assert results[1][1].detail == "no memory"
+    assert results[3][1].detail == "not tried: 2 did not work"
 
 
 def test_what_takes_too_long_or_is_ended_is_a_row() -> None:

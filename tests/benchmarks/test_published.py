@@ -325,25 +325,29 @@ def test_an_envelope_of_times_is_found_again() -> None:
     assert true.seconds(1e6) == pytest.approx(4e-6 + 1.5e6 / 4e12)
     assert true.seconds(1e9) == pytest.approx(4e-6 + 1.03e9 / 4e12)
     times = [(moved, true.seconds(moved)) for moved in (1e6, 1e7, 3e7, 1e8, 1e9)]
-    found = decoding.envelope(times, true.l2_bytes)
-    assert (found.fixed, found.bandwidth, found.pushed_out) == pytest.approx((4e-6, 4e12, 0.5))
+    actual = decoding.envelope(times, true.l2_bytes)
+    assert (actual.fixed, actual.bandwidth, actual.pushed_out) == pytest.approx((4e-6, 4e12, 0.5))
 
 
 def test_decoding_is_judged_without_launches(data: Path) -> None:
     points = curves.points(data)
     verdicts = decoding.judge(points)
-    assert [one.published_us for one in verdicts] == pytest.approx([6.4, 24.8, 200])
+    assert [verdict.published_us for verdict in verdicts] == pytest.approx([6.4, 24.8, 200])
     spec = gpu("h200")
-    for one, point in zip(verdicts, decoding.decoded(points), strict=True):
+    for verdict, point in zip(verdicts, decoding.decoded(points), strict=True):
         both = [
             estimate(Tiled.of(kernel, point.problem, spec, CONFIG(key))).seconds
-            for key, kernel in zip(one.chosen.split(), ("fwd_split", "fwd_combine"), strict=True)
+            for key, kernel in zip(
+                verdict.chosen.split(), ("fwd_split", "fwd_combine"), strict=True
+            )
         ]
         launches = rates_of("sm_90").launch_seconds + rates_of("sm_90").following_seconds
         alone = 1e6 * (sum(both) - launches)
-        assert one.split_us + one.combine_us == pytest.approx(alone)
-        assert one.model_over_published == pytest.approx(alone / one.published_us)
-        assert one.splits == -(-point.problem.seqlen_kv // CONFIG(one.chosen.split()[0]).split_kv)
+        assert verdict.split_us + verdict.combine_us == pytest.approx(alone)
+        assert verdict.model_over_published == pytest.approx(alone / verdict.published_us)
+        assert verdict.splits == -(
+            -point.problem.seqlen_kv // CONFIG(verdict.chosen.split()[0]).split_kv
+        )
 
 
 def test_a_following_launch_is_what_short_kernels_take_besides(data: Path) -> None:

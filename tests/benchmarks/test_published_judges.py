@@ -118,13 +118,13 @@ def made_up(length: int) -> Sweep:
 def test_known_constants_are_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sweep, "noise", 0.0)
     lengths = (1024, 2048, 4096)
-    found = list(
+    results = list(
         fit.leave_one_length_out(
             [made_up(one) for one in lengths], list(TRUE), absolute=lambda _: True
         )
     )
-    assert [verdict.length for verdict, _ in found] == list(lengths)
-    for verdict, factors in found:
+    assert [verdict.length for verdict, _ in results] == list(lengths)
+    for verdict, factors in results:
         assert factors == pytest.approx(TRUE, rel=0.12)
         assert verdict.regret < 0.01
         assert verdict.spearman == 1.0

@@ -89,9 +89,9 @@ def path(tmp_path: Path) -> Path:
 
 def test_everything_is_timed_and_reads_back(path: Path) -> None:
     assert record(path, Machine()) == 0
-    found = read(path)
-    assert found.session == session()
-    assert found.times() == {config: 100.0 + 100 * i for i, config in enumerate(SPACE)}
+    rows = read(path)
+    assert rows.session == session()
+    assert rows.times() == {config: 100.0 + 100 * i for i, config in enumerate(SPACE)}
     assert path.name == f"{SMALL.key.replace(' ', '_')}.jsonl"
 
 
@@ -111,11 +111,11 @@ def test_failures_are_values(path: Path) -> None:
 
 def test_kernels_that_spill_much_are_timed_but_not_for_the_tuner(path: Path) -> None:
     record(path, Machine(m16n16w4s1=used(spill_bytes=136)))
-    found = read(path)
-    assert found.trials[FIRST].measurement.median_us == 100.0
-    assert found.trials[FIRST].spill_bytes == 136
-    assert found.as_tuned()[FIRST].status == "declined"
-    assert FIRST not in found.times()
+    rows = read(path)
+    assert rows.trials[FIRST].measurement.median_us == 100.0
+    assert rows.trials[FIRST].spill_bytes == 136
+    assert rows.as_tuned()[FIRST].status == "declined"
+    assert FIRST not in rows.times()
 
 
 def test_an_interrupted_recording_loses_nothing_and_goes_on(path: Path) -> None:
@@ -208,8 +208,8 @@ def test_a_problem_that_is_none_is_one_line(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_problems_are_workloads_or_notation_and_become_their_bucket() -> None:
-    found = exhaustive.problems_of(["vit-l16-224", "b3 hq4 q100 d64 fp16 full"])
-    assert [one.key for one in found] == [
+    actual = exhaustive.problems_of(["vit-l16-224", "b3 hq4 q100 d64 fp16 full"])
+    assert [one.key for one in actual] == [
         "b64 hq16 hkv16 q256 kv256 d64 bf16 full",
         "b4 hq4 hkv4 q128 kv128 d64 fp16 full",
     ]
@@ -226,7 +226,7 @@ def call(main: Callable[..., None], *arguments: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    "one, other, expected",
+    "numbers, other, expected",
     [
         ([1, 2, 3, 4], [10, 20, 30, 400], 1.0),
         ([1, 2, 3, 4], [4, 3, 2, 1], -1.0),
@@ -235,8 +235,8 @@ def call(main: Callable[..., None], *arguments: str) -> Any:
         ([5, 5, 5], [1, 2, 3], 0.0),
     ],
 )
-def test_spearman(one: list[float], other: list[float], expected: float) -> None:
-    assert spearman(one, other) == pytest.approx(expected)
+def test_spearman(numbers: list[float], other: list[float], expected: float) -> None:
+    assert spearman(numbers, other) == pytest.approx(expected)
 
 
 def test_quantiles_of_few_values_and_infinity() -> None:
@@ -251,11 +251,11 @@ def test_regret_is_that_of_the_tuners_pick_after_each_budget() -> None:
     timings = dict(
         zip(configs, [BROKEN, *map(timed, (300.0, 150.0, 120.0, 400.0, 100.0))], strict=True)
     )
-    found = dict(zip(BUDGETS, regrets(timings, configs), strict=True))
-    assert found[1] == float("inf")  # has only failed so far
-    assert found[3] == pytest.approx(0.5)
-    assert found[5] == pytest.approx(0.2)
-    assert found[10] == found[40] == 0.0
+    results = dict(zip(BUDGETS, regrets(timings, configs), strict=True))
+    assert results[1] == float("inf")  # has only failed so far
+    assert results[3] == pytest.approx(0.5)
+    assert results[5] == pytest.approx(0.2)
+    assert results[10] == results[40] == 0.0
 
 
 @pytest.fixture(scope="module")
@@ -266,17 +266,17 @@ def made_up() -> Recording:
 def test_strategies_measure_what_they_say(made_up: Recording) -> None:
     ranked = tuner_quality.ranking(made_up)
     best_first = [candidate.config for candidate in ranked]
-    found = {s: order(made_up, ranked, s, 0) for s in tuner_quality.STRATEGIES}
-    for tried in found.values():
+    results = {s: order(made_up, ranked, s, 0) for s in tuner_quality.STRATEGIES}
+    for tried in results.values():
         assert len(tried) == len(set(tried)) == min(BUDGETS[-1], len(made_up.trials))
         assert set(tried) <= set(made_up.trials)
-    assert found["model"] == best_first[: BUDGETS[-1]]
-    assert found["prior"][:SEEDS] == best_first[:SEEDS]
-    assert order(made_up, ranked[::-1], "no prior", 0) == found["no prior"]
-    assert order(made_up, ranked[::-1], "random", 0) == found["random"]
+    assert results["model"] == best_first[: BUDGETS[-1]]
+    assert results["prior"][:SEEDS] == best_first[:SEEDS]
+    assert order(made_up, ranked[::-1], "no prior", 0) == results["no prior"]
+    assert order(made_up, ranked[::-1], "random", 0) == results["random"]
     for strategy in ("prior", "no prior", "random"):
-        assert order(made_up, ranked, strategy, 0) == found[strategy], "the same each time"
-        assert order(made_up, ranked, strategy, 1) != found[strategy], "seeds differ"
+        assert order(made_up, ranked, strategy, 0) == results[strategy], "the same each time"
+        assert order(made_up, ranked, strategy, 1) != results[strategy], "seeds differ"
 
 
 def test_synthetic_recordings_are_the_same_each_time_and_say_what_they_are(
@@ -292,12 +292,12 @@ def test_synthetic_recordings_are_the_same_each_time_and_say_what_they_are(
 
 def test_the_worse_the_made_up_model_the_lower_its_rank_correlation() -> None:
     problem = AttentionProblem.parse("b1 hq32 hkv8 q8192 d128 bf16 causal")
-    found = []
+    results = []
     for source in synthetic.ERRORS:
         rows = tuner_quality.judge(synthetic.make(source, problem, H200, "fwd"), seeds=1)
         assert {row.source for row in rows} == {source}
-        found.append(rows[0].spearman)
-    good, biased, useless = found
+        results.append(rows[0].spearman)
+    good, biased, useless = results
     assert good > 0.9 > biased > 0.5 > abs(useless)
     assert np.isfinite(rows[0].median_40)
 

@@ -49,10 +49,10 @@ def test_the_growth_is_an_exponent() -> None:
 
 
 def test_a_length_that_does_not_fit_and_one_that_takes_too_long() -> None:
-    its = environment()
-    row = memory_length.measure("causal", 16384, "eager", its, 0.5)
+    machine = environment()
+    row = memory_length.measure("causal", 16384, "eager", machine, 0.5)
     assert (row.status, row.peak_mib) == ("does not fit", None)
-    row = memory_length.measure("causal", 2**20, "eager", its, 0.5)
+    row = memory_length.measure("causal", 2**20, "eager", machine, 0.5)
     assert row.status == "not tried"
 
 
@@ -96,5 +96,5 @@ def test_both_attentions_compute_the_same(direction: sparse_share.Direction) -> 
     passes = sparse_share.passes(512, 2, "fp32", 0.5, "cpu")[direction]
     ours, theirs = (passes[name]() for name in ("tilegen", "sdpa"))
     pairs = [(ours, theirs)] if direction == "forward" else zip(ours, theirs, strict=True)  # type: ignore
-    for one, other in pairs:
-        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+    for left, other in pairs:
+        torch.testing.assert_close(left, other, atol=1e-5, rtol=1e-4)

@@ -27,12 +27,12 @@ def test_a_binary_takes_the_arguments_that_the_manifest_lists(
 ) -> None:
     """Read from the binary itself: number, sizes and places of its parameters."""
     path = generate([PROBLEM], [gpu_for(arch)], tmp_path, directions=directions)
-    for one in Manifest.from_json(path.read_text()).binaries:
-        found = parameters_of(tmp_path / one.file, one.function)
-        sizes = [8 if type_.startswith("*") else 4 for _, type_ in one.arguments]
-        assert [size for _, size in found] == sizes
+    for binary in Manifest.from_json(path.read_text()).binaries:
+        actual = parameters_of(tmp_path / binary.file, binary.function)
+        sizes = [8 if type_.startswith("*") else 4 for _, type_ in binary.arguments]
+        assert [size for _, size in actual] == sizes
         offset = 0
-        for (at, size), expected in zip(found, sizes, strict=True):
+        for (at, size), expected in zip(actual, sizes, strict=True):
             offset = -(-offset // expected) * expected
             assert (at, size) == (offset, expected)
             offset += expected
@@ -44,12 +44,14 @@ def parameters_of(cubin: Path, function: str) -> list[tuple[int, int]]:
         [nvidia_tool("cuobjdump"), "-elf", str(cubin)], capture_output=True, text=True, check=True
     ).stdout
     section = elf[elf.index(f".nv.info.{function}\n") :]
-    found = re.findall(
+    matches = re.findall(
         r"EIATTR_KPARAM_INFO.*?Ordinal\s*:\s*0x([0-9a-f]+)\s+Offset\s*:\s*0x([0-9a-f]+)\s+"
         r"Size\s*:\s*0x([0-9a-f]+)",
         section,
         re.DOTALL,
     )
-    ordered = sorted((int(ordinal, 16), int(at, 16), int(size, 16)) for ordinal, at, size in found)
+    ordered = sorted(
+        (int(ordinal, 16), int(at, 16), int(size, 16)) for ordinal, at, size in matches
+    )
     assert [ordinal for ordinal, _, _ in ordered] == list(range(len(ordered)))
     return [(at, size) for _, at, size in ordered]

@@ -52,30 +52,30 @@ def test_generate_writes_kernels_binaries_and_a_manifest(tmp_path: Path) -> None
     )
     manifest = Manifest.from_json(path.read_text())
     binaries = manifest.binaries
-    assert [(one.kernel, one.arch) for one in binaries] == [
+    assert [(binary.kernel, binary.arch) for binary in binaries] == [
         (kernel, arch) for arch in ("sm_90", "gfx942") for kernel in LARGE_CACHE
     ]
-    assert [one.binary for one in seen] == list(binaries)
-    assert [one.problems_done for one in seen] == [0, 0, 0, 1, 1, 1, 1, 2]
-    for one in binaries:
-        assert f"def {one.function}(" in (tmp_path / one.source).read_text()
-        code = (tmp_path / one.file).read_bytes()
+    assert [binary.binary for binary in seen] == list(binaries)
+    assert [binary.problems_done for binary in seen] == [0, 0, 0, 1, 1, 1, 1, 2]
+    for binary in binaries:
+        assert f"def {binary.function}(" in (tmp_path / binary.source).read_text()
+        code = (tmp_path / binary.file).read_bytes()
         assert code[:4] == b"\x7fELF"
-        assert one.function.encode() in code
-        spec = gpu("h200" if one.arch == "sm_90" else "mi300x")
-        assert one.resources.shared_bytes <= spec.smem_per_block
-        assert not spill_objection(one.resources.spill_bytes)
-        assert one.threads == one.config.num_warps * (32 if one.arch == "sm_90" else 64)
-        assert [type_ for _, type_ in one.arguments].count("i32") >= 8
+        assert binary.function.encode() in code
+        spec = gpu("h200" if binary.arch == "sm_90" else "mi300x")
+        assert binary.resources.shared_bytes <= spec.smem_per_block
+        assert not spill_objection(binary.resources.spill_bytes)
+        assert binary.threads == binary.config.num_warps * (32 if binary.arch == "sm_90" else 64)
+        assert [type_ for _, type_ in binary.arguments].count("i32") >= 8
     assert set(digests(tmp_path)) == {
         "manifest.json",
-        *(name for one in binaries for name in (one.file, one.source)),
+        *(name for binary in binaries for name in (binary.file, binary.source)),
     }
     for served in manifest.problems:
         assert served.serves == "b1 hq4 hkv1 q1024 kv1024 d32 fp16 causal"
-        for direction, its in served.passes.items():
-            assert tuple(its.binaries) == kernels_of(PROBLEM, gpu(served.gpu), direction)
-            assert set(its.config_from.values()) == {"model"}
+        for direction, pass_ in served.passes.items():
+            assert tuple(pass_.binaries) == kernels_of(PROBLEM, gpu(served.gpu), direction)
+            assert set(pass_.config_from.values()) == {"model"}
 
 
 @pytest.mark.usefixtures("small_tiles")

@@ -86,14 +86,14 @@ def test_a_provider_that_fails_costs_its_own_row_alone(
     monkeypatch.setattr(first_result, "FINISH", "")
     monkeypatch.setattr(first_result, "TRITON", "; raise SystemExit(3)")
     monkeypatch.setattr(first_result, "PROVIDERS", endings)
-    found = list(first_result.rows("gpt2", repeats=1))
-    assert [(row.seconds, row.ratio, row.detail) for row in found] == [
+    results = list(first_result.rows("gpt2", repeats=1))
+    assert [(row.seconds, row.ratio, row.detail) for row in results] == [
         *((None, None, "no driver"), (None, None, "no result in 2 s"), (0.5, None, "")),
         (None, None, "exit status 3"),
         *((None, None, "no driver"), (None, None, "no result in 2 s"), (0.5, None, "")),
     ]
-    assert "no driver" in first_result.line(found[0])
-    assert "0.500 s" in first_result.line(found[2])
+    assert "no driver" in first_result.line(results[0])
+    assert "0.500 s" in first_result.line(results[2])
     assert "no driver" in capsys.readouterr().err
 
 

@@ -320,8 +320,8 @@ def test_what_the_driver_refuses_is_said_in_a_line(
 # Implementation
 
 
-def _need(found: object, what: str) -> None:
-    if not found:
+def _need(value: object, what: str) -> None:
+    if not value:
         pytest.skip(f"needs {what}, which is not installed")
 
 

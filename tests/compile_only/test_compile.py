@@ -112,15 +112,15 @@ def test_what_is_compiled_ahead_is_found_when_launched(head_dim: int) -> None:
     problem = AttentionProblem.parse(f"hq1 hkv1 q64 d{head_dim} bf16 full")
     rendered = render(problem, TileConfig(block_m=16, block_n=16))
     compile_for(rendered, "sm_90")
-    module, found = load(rendered), list[bool]()
+    module, results = load(rendered), list[bool]()
     q = torch.empty(1, 1, 64, head_dim, dtype=torch.bfloat16)
     knobs = triton.knobs.compilation
-    before, knobs.listener = knobs.listener, lambda **event: found.append(event["cache_hit"])
+    before, knobs.listener = knobs.listener, lambda **event: results.append(event["cache_hit"])
     try:
         module.launch(q, q, q, 0.1)
     finally:
         knobs.listener = before
-    assert found == [True]
+    assert results == [True]
 
 
 @pytest.mark.usefixtures("compile_instead_of_launching")

@@ -27,13 +27,13 @@ def test_cpu_benchmarks_give_numbers(
     )
     path = tmp_path / "cpu.csv"
     cpu.main(csv=path)
-    found = rows.read(path)
-    assert len(found) == len({(row["benchmark"], row["baseline"]) for row in found}) == 37
-    assert all(float(row["value"]) > 0 for row in found)
+    lines = rows.read(path)
+    assert len(lines) == len({(row["benchmark"], row["baseline"]) for row in lines}) == 37
+    assert all(float(row["value"]) > 0 for row in lines)
     assert capsys.readouterr().out.count("\n") == 38
     for kernel in cpu.PROPOSED:
-        times = [row["value"] for row in found if row["benchmark"].startswith(f"propose {kernel},")]
+        times = [row["value"] for row in lines if row["benchmark"].startswith(f"propose {kernel},")]
         assert len(times) == 2
-    (call, *_) = [row for row in found if row["benchmark"].startswith("attention()")]
+    (call, *_) = [row for row in lines if row["benchmark"].startswith("attention()")]
     assert call["baseline"] == "SDPA of one row"
     assert float(call["ratio"]) > 0

@@ -112,9 +112,9 @@ def test_no_length_recompiles(kernel: Kernel) -> None:
     """And what is compiled ahead is found when it is launched."""
     rendered = render(SMALL, CONFIG("m32n32w4s2t"), kernel)
     compile_for(rendered, "sm_90")
-    module, found = load(rendered), list[bool]()
+    module, results = load(rendered), list[bool]()
     knobs = triton.knobs.compilation
-    before, knobs.listener = knobs.listener, lambda **event: found.append(event["cache_hit"])
+    before, knobs.listener = knobs.listener, lambda **event: results.append(event["cache_hit"])
     try:
         for batch, rows in ((1, 1), (2, 17), (1, 1024), (3, 100)):
             for inside in (False, True):
@@ -127,7 +127,7 @@ def test_no_length_recompiles(kernel: Kernel) -> None:
                 module.launch(*((*given, 0.1) if kernel == "fwd" else backward))
     finally:
         knobs.listener = before
-    assert found == [True]
+    assert results == [True]
     assert len(getattr(module, rendered.function).device_caches[0][0]) == 1
 
 
@@ -156,17 +156,18 @@ def test_a_launch_is_that_of_the_binder_and_compiles_nothing_else(
     for (grid, name, values), result in zip(driver.launches, results, strict=True):
         assert name == rendered.function
         own = [one.data_ptr() for one in (result if isinstance(result, tuple) else (result,))]
-        found = [
+        items = [
             _mapped(x) if hasattr(x, "strides") else getattr(x, "data_ptr", lambda x=x: x)()
             for x in values
         ]
-        made.append([grid, *("made" if x in own else x for x in found)])
+        made.append([grid, *("made" if x in own else x for x in items)])
     assert made[0] == made[1] == made[2]
     assert sum(isinstance(x, list) for x in made[0]) == 2 * (1 + (problem.head_dim_qk == 80))
 
 
 def _mapped(descriptor: Any) -> list[Any]:
-    """Return what Triton's launcher makes of a descriptor, and what it gives to the driver."""
+    """Return the arguments that Triton's launcher makes of a descriptor, and those it passes to the
+    driver."""
     metadata = dict(
         swizzle=3, elem_size=2, elem_type=10, block_size=[1, 1, 32, 64], fp4_padded=False
     )

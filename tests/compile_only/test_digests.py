@@ -51,9 +51,9 @@ def timed(config: TileConfig) -> Measurement:
 
 
 def test_a_timing_carries_the_digest_of_the_binary_that_was_launched() -> None:
-    found = [timed(config).digest for config in (SMALL, WIDE)]
-    assert found == [compiled_digest(render(PROBLEM, config)) for config in (SMALL, WIDE)]
-    assert found[0] != found[1]
+    results = [timed(config).digest for config in (SMALL, WIDE)]
+    assert results == [compiled_digest(render(PROBLEM, config)) for config in (SMALL, WIDE)]
+    assert results[0] != results[1]
 
 
 def test_a_call_has_the_digests_of_its_kernels_in_order() -> None:
@@ -64,10 +64,10 @@ def test_a_call_has_the_digests_of_its_kernels_in_order() -> None:
 
     with as_on_a_gpu():
         both()  # from here on without Triton's binder
-        found = measure(both, timer=timer, seconds=0.0).digest.split()
+        measurement = measure(both, timer=timer, seconds=0.0).digest.split()
         forward = measure(lambda: tilegen.attention(q, q, q), timer=timer, seconds=0.0).digest
-    assert len(found) == len(set(found)) == 4
-    assert forward == found[0]
+    assert len(measurement) == len(set(measurement)) == 4
+    assert forward == measurement[0]
 
 
 def test_the_program_that_is_watched_names_its_binaries(
@@ -82,8 +82,8 @@ def test_the_program_that_is_watched_names_its_binaries(
         counters.launch(Workload(name="w", problem=PROBLEM, source="test"), gpu("h200"))
     rendered = render(PROBLEM, SMALL)
     row = f'"ID","Kernel Name","Metric Name","Metric Value"\n"0","{rendered.function}","a","1"\n'
-    (found,) = counters.parse(capsys.readouterr().out + row)
-    assert found.digest == compiled_digest(rendered)
+    (actual,) = counters.parse(capsys.readouterr().out + row)
+    assert actual.digest == compiled_digest(rendered)
 
 
 def test_launches_are_noted_only_meanwhile() -> None:
@@ -130,11 +130,11 @@ def test_only_executable_sections_count() -> None:
     assert instructions(file) == b"code onecode two"
     assert instructions(file[:-100]) == file[:-100], "cut short: all of it"
     assert instructions(b"SPIR-V") == b"SPIR-V"
-    one = digest_of(file, num_warps=4, shared_bytes=1024)
-    assert one == digest_of(file.replace(b"data", b"Data"), num_warps=4, shared_bytes=1024)
+    digest = digest_of(file, num_warps=4, shared_bytes=1024)
+    assert digest == digest_of(file.replace(b"data", b"Data"), num_warps=4, shared_bytes=1024)
     others = [
         digest_of(file.replace(b"code one", b"Code one"), num_warps=4, shared_bytes=1024),
         digest_of(file, num_warps=8, shared_bytes=1024),
         digest_of(file, num_warps=4, shared_bytes=2048),
     ]
-    assert len({one, *others}) == 4
+    assert len({digest, *others}) == 4

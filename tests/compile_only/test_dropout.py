@@ -32,8 +32,8 @@ def test_drawing_takes_no_shared_memory(kernel: Kernel, arch: str) -> None:
     wanted = [
         render(AttentionProblem.parse(TEXT + end), config, kernel) for end in ("", " dropout")
     ]
-    found = dict(compile_many(wanted, arch, workers=1))
-    plain, dropping = (found[one] for one in wanted)
+    results = dict(compile_many(wanted, arch, workers=1))
+    plain, dropping = (results[one] for one in wanted)
     assert isinstance(plain, CompiledKernel), plain
     assert isinstance(dropping, CompiledKernel), dropping
     assert dropping.reported.shared_bytes == plain.reported.shared_bytes

@@ -86,7 +86,7 @@ def least(sample: calibrate.Sample) -> float:
 
 
 def fits_registers(sample: calibrate.Sample) -> bool:
-    """Whether a kernel is one that anybody would run."""
+    """Return True if a kernel is one that anybody would run."""
     return sample.registers >= FEWEST_REGISTERS and sample.spill_bytes <= 256
 
 
@@ -119,14 +119,14 @@ def test_shared_memory_of_every_recorded_kernel_of_slices(arch: str, kernel: Ker
 def test_the_register_fit_hides_few_usable_kernels(arch: str) -> None:
     """Most samples lie near the limit, where a fit errs most: they are what the model proposes."""
     for kernel in ("fwd", "bwd_dkdv", "bwd_dq"):
-        its = [s for s in SAMPLES if (s.arch, s.kernel) == (arch, kernel) and not s.error]
-        known = [s for s in its if s.spill_bytes <= MOST_SPILLED]
+        results = [s for s in SAMPLES if (s.arch, s.kernel) == (arch, kernel) and not s.error]
+        known = [s for s in results if s.spill_bytes <= MOST_SPILLED]
         hidden = np.mean([footprint(tiled(kernel, *s.parsed, arch)).surely_spills for s in known])
         assert hidden < 0.08, kernel
     cell = [s for s in SAMPLES if s.arch == arch and s.kernel != "bwd_preprocess" and not s.error]
-    found = [(s, footprint(tiled(s.kernel, *s.parsed, arch))) for s in cell]
-    spilling = [needs for s, needs in found if s.spill_bytes > MOST_SPILLED]
-    usable = [needs for s, needs in found if s.spill_bytes <= MOST_SPILLED]
+    items = [(s, footprint(tiled(s.kernel, *s.parsed, arch))) for s in cell]
+    spilling = [needs for s, needs in items if s.spill_bytes > MOST_SPILLED]
+    usable = [needs for s, needs in items if s.spill_bytes <= MOST_SPILLED]
     assert len(spilling) > 30
     assert np.mean([needs.surely_spills for needs in usable]) < 0.03
     # Where more are given the benefit of the doubt, fewer are taken out.
@@ -221,8 +221,8 @@ def test_more_warps_leave_less_registers_on_amd() -> None:
 def test_register_features_have_their_names() -> None:
     config = TileConfig.parse("m128n64w8s2")
     work = KERNELS["fwd"].loop.step(PARSE(PROBLEMS[2]), config)
-    found = register_features(work, 2, 8, "sm_80")
-    named = dict(zip(REGISTER_FEATURES, found, strict=True))
+    actual = register_features(work, 2, 8, "sm_80")
+    named = dict(zip(REGISTER_FEATURES, actual, strict=True))
     assert named == {
         "constant": 1,
         "results": 128 * 80 / 256,  # 72 is 64 + 16
@@ -256,10 +256,10 @@ def test_quantile_fit_finds_a_known_law() -> None:
 
 
 def test_code_digest_ignores_what_the_compiler_does_not_see() -> None:
-    one = render(PARSE(PROBLEMS[0]), TileConfig.parse("m64n64w4s2"))
+    problem = render(PARSE(PROBLEMS[0]), TileConfig.parse("m64n64w4s2"))
     commented = replace(
-        one, source="# a comment\n" + one.source + "\n\ndef other():\n    return 1\n"
+        problem, source="# a comment\n" + problem.source + "\n\ndef other():\n    return 1\n"
     )
-    assert calibrate.code_digest(commented) == calibrate.code_digest(one)
+    assert calibrate.code_digest(commented) == calibrate.code_digest(problem)
     other = render(PARSE(PROBLEMS[0]), TileConfig.parse("m64n32w4s2"))
-    assert calibrate.code_digest(other) != calibrate.code_digest(one)
+    assert calibrate.code_digest(other) != calibrate.code_digest(problem)

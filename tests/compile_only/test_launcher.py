@@ -77,8 +77,8 @@ def test_attention_launches_without_the_binder(mask: Mask, monkeypatch: pytest.M
             out = tilegen.attention(q, q, q, mask=mask)
             out.backward(torch.zeros_like(out))
     names = [name.split("_d16")[0] for _, name, _ in driver.launches]
-    one = ["attention_fwd", "attention_bwd_preprocess", "attention_bwd_dq", "attention_bwd_dkdv"]
-    assert names == 2 * one
+    ours = ["attention_fwd", "attention_bwd_preprocess", "attention_bwd_dq", "attention_bwd_dkdv"]
+    assert names == 2 * ours
     assert bound == [True] * 4
 
 

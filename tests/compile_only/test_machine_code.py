@@ -140,9 +140,9 @@ def test_static_bounds(name: str, golden: CheckGolden) -> None:
 @pytest.mark.parametrize("name", BESIDE)
 def test_nothing_better_is_hidden_beside_a_choice(name: str) -> None:
     text, kernel = BESIDE[name]
-    found = neighbourhood(PARSE(text), gpu("h200"), kernel)
-    assert len(found) > 1
-    chosen, *others = found
+    problem = neighbourhood(PARSE(text), gpu("h200"), kernel)
+    assert len(problem) > 1
+    chosen, *others = problem
     assert chosen.usable
     better = [one for one in others if one.usable and one.seconds < chosen.seconds]
     assert [one.config.key for one in better if one.hidden] == []

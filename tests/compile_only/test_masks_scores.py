@@ -91,10 +91,10 @@ def share(arch: str) -> list[RenderedKernel]:
 @pytest.mark.parametrize("arch", GPUS)
 def test_kernels_compile_within_shared_memory(arch: str) -> None:
     limit = gpu(GPUS[arch]).smem_per_block
-    for one, compiled in compile_many(share(arch), arch, workers=1):
-        assert isinstance(compiled, CompiledKernel), (one.function, compiled)
+    for kernel, compiled in compile_many(share(arch), arch, workers=1):
+        assert isinstance(compiled, CompiledKernel), (kernel.function, compiled)
         assert compiled.binary[:4] == b"\x7fELF"
-        assert compiled.reported.shared_bytes <= limit, one.function
+        assert compiled.reported.shared_bytes <= limit, kernel.function
 
 
 @pytest.mark.parametrize(
@@ -123,8 +123,8 @@ def test_lists_leave_tiles_as_far_ahead(kernel: Kernel, text: str, config: str) 
 def test_kernels_of_a_mask_that_keeps_nothing_compile() -> None:
     nothing = causal() & predicate(lambda b, h, q, k: False)
     kernels = [rendered(kernel, nothing) for kernel in (*WHOLE, *SLICES)]
-    for one, compiled in compile_many(kernels, "sm_90", workers=1):
-        assert isinstance(compiled, CompiledKernel), (one.function, compiled)
+    for item, compiled in compile_many(kernels, "sm_90", workers=1):
+        assert isinstance(compiled, CompiledKernel), (item.function, compiled)
 
 
 def launched(
@@ -151,9 +151,9 @@ def launched(
 
 
 def compiled_once(kernels: dict[Kernel, RenderedKernel]) -> None:
-    for kernel, one in kernels.items():
-        found = getattr(load(one), one.function).device_caches[0][0]
-        assert len(found) == 1, (kernel, list(found))
+    for kernel, rendered in kernels.items():
+        actual = getattr(load(rendered), rendered.function).device_caches[0][0]
+        assert len(actual) == 1, (kernel, list(actual))
 
 
 def layout(number: int) -> list[int]:

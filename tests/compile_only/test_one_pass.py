@@ -27,11 +27,11 @@ def test_it_compiles_with_one_barrier_more_for_each_tile_of_keys(arch: str) -> N
     if arch == "sm_90":
         config = TileConfig.parse("m64n64k512w4s2t")
         wanted.append(render(AttentionProblem.parse(CASES[0][0]), config, NAME))
-    found = dict(compile_many(wanted, arch, workers=1))
-    for one in wanted:
-        made = found[one]
+    results = dict(compile_many(wanted, arch, workers=1))
+    for item in wanted:
+        made = results[item]
         assert isinstance(made, CompiledKernel), made
-        body = one.source.split("def attention_bwd")[1]
+        body = item.source.split("def attention_bwd")[1]
         loop = body.split("for tile_n in range(share")[1]
         assert re.match(r"[^\n]*\n(\s*#[^\n]*\n)*\s*tl\.debug_barrier\(\)\n", loop)
 

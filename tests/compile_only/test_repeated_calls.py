@@ -265,7 +265,7 @@ def kinds() -> dict[str, Callable[[], Plan]]:
         with context:
             return call(*x, **changes)
 
-    found: dict[str, Callable[[], Plan]] = {
+    by_name: dict[str, Callable[[], Plan]] = {
         "first": partial(call, q, k, v),
         "more rows": partial(call, q.repeat(1, 1, 3, 1), k, v),
         "more columns": partial(call, q, k.repeat(1, 1, 3, 1), v.repeat(1, 1, 3, 1)),
@@ -295,8 +295,8 @@ def kinds() -> dict[str, Callable[[], Plan]]:
     }
     for dtype in (torch.bfloat16, torch.float16):
         context = partial(torch.autocast, "cpu", dtype=dtype)
-        found[f"autocast to {dtype}"] = lambda its=context: under(its(), q, k, v)
-    return found
+        by_name[f"autocast to {dtype}"] = lambda its=context: under(its(), q, k, v)
+    return by_name
 
 
 def test_a_plan_is_the_same_whatever_was_called_before() -> None:
@@ -312,17 +312,17 @@ def test_a_plan_is_the_same_whatever_was_called_before() -> None:
         for name, call in named.items():
             plans.by_call._recent = ()
             expected[name] = planned(call)
-        apart = {name: one for name, one in expected.items() if name != "heads inside of rows"}
-        assert len({id(one) for one in apart.values()}) == len(apart)
-        for (before, one), (after, other) in product(named.items(), named.items()):
-            planned(one)
+        apart = {name: item for name, item in expected.items() if name != "heads inside of rows"}
+        assert len({id(item) for item in apart.values()}) == len(apart)
+        for (before, item), (after, other) in product(named.items(), named.items()):
+            planned(item)
             assert planned(other) == expected[after], before
 
 
 def test_plans_that_are_forgotten_are_made_anew() -> None:
     with as_on_a_gpu():
         call = kinds()["first"]
-        one = call()
-        assert call() is one
+        item = call()
+        assert call() is item
         plans.forget()
-        assert call() is not one
+        assert call() is not item

@@ -44,12 +44,12 @@ def kinds() -> dict[str, tuple[Callable[[], Any], list[torch.Tensor]]]:
     shared = torch.zeros(20, 16, 1, 192, dtype=torch.bfloat16)
     wide = torch.zeros(3, 2, 4, 192, dtype=torch.bfloat16).transpose(1, 2)
     causal = tilegen.causal("bottom_right")
-    found: dict[str, tuple[Callable[[], Any], list[torch.Tensor]]] = {}
+    by_name: dict[str, tuple[Callable[[], Any], list[torch.Tensor]]] = {}
 
     def add(name: str, *given: torch.Tensor, **options: Any) -> None:
         options = {"mask": causal, **options}
         read = [one for one in options.values() if isinstance(one, torch.Tensor)]
-        found[name] = partial(tilegen.attention_paged, *given, **options), [*given, *read]
+        by_name[name] = partial(tilegen.attention_paged, *given, **options), [*given, *read]
 
     add("first", q, k, v, table, lengths)
     add(
@@ -88,7 +88,7 @@ def kinds() -> dict[str, tuple[Callable[[], Any], list[torch.Tensor]]]:
     add("keys of fp16", q, k.half(), v, table, lengths)
     add("other heads", q, k, v[:, :, :1], table, lengths)
     add("no such layout", q, k, v, table, lengths, layout="DNH")
-    return found
+    return by_name
 
 
 @contextmanager
@@ -130,9 +130,9 @@ def test_a_paged_call_launches_the_same_whatever_was_called_before() -> None:
             plans.by_call._recent = ()
             expected[name] = launched(driver, call, given)
         assert expected["first"] == expected["the same of other tensors"]
-        assert sum(isinstance(one, str) for one in expected.values()) == 4
-        for (before, one), (after, other) in product(named.items(), named.items()):
-            launched(driver, *one)
+        assert sum(isinstance(item, str) for item in expected.values()) == 4
+        for (before, item), (after, other) in product(named.items(), named.items()):
+            launched(driver, *item)
             assert launched(driver, *other) == expected[after], before
 
 

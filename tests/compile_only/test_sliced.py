@@ -47,8 +47,8 @@ def test_every_kernel_on_every_architecture(arch: str) -> None:
         for turn, kernel in enumerate(KERNELS, first)
         if turn % 3 == 0
     ]
-    for one, compiled in compile_many(rendered, arch, workers=1):
-        assert isinstance(compiled, CompiledKernel), (one.kernel, compiled)
+    for item, compiled in compile_many(rendered, arch, workers=1):
+        assert isinstance(compiled, CompiledKernel), (item.kernel, compiled)
         assert compiled.binary[:4] == b"\x7fELF"
         assert compiled.reported.shared_bytes <= 65536
 
@@ -77,7 +77,7 @@ def test_no_length_recompiles(head_dim: int, aligned: bool) -> None:
     """Through whole passes, with panels of every kind."""
     problem = AttentionProblem.parse(f"hq4 hkv2 q1024 d{head_dim} bf16 causal(bottom_right)")
     rendered = {k: render(problem, c, k, aligned=aligned) for k, c in sliced.ALL.items()}
-    modules = {kernel: load(one) for kernel, one in rendered.items()}
+    modules = {kernel: load(item) for kernel, item in rendered.items()}
     small: dict[Kernel, Launch] = {kernel: modules[kernel].launch for kernel in sliced.SMALL_CACHE}
     for i, seqlen_q in enumerate(lengths := [1, 16, 17, 100, 1024]):
         batch, heads, seqlen_kv = 1 + i % 3, 2 * (1 + i % 2), lengths[-1 - i]
@@ -93,9 +93,9 @@ def test_no_length_recompiles(head_dim: int, aligned: bool) -> None:
             forward(small, q, k, k, 0.1, panel_rows=panel_rows)
             gradients(small, q, k, k, q, rows, rows, 0.1, panel_rows=panel_rows)
         modules["fwd_streamed"].launch(q, k, k, 0.1)
-    for kernel, one in rendered.items():
+    for kernel, item in rendered.items():
         if kernel != "bwd_preprocess":
-            compiled = getattr(modules[kernel], one.function).device_caches[0][0]
+            compiled = getattr(modules[kernel], item.function).device_caches[0][0]
             assert len(compiled) == 1, (kernel, list(compiled))
 
 

@@ -32,6 +32,6 @@ def test_no_length_recompiles(
         write_slots(*rows, *pages, torch.arange(tokens))
     binaries = list(write_tokens.device_caches[0][0].values())
     assert len(binaries) == 2, "one for tables, one for slots"
-    for one in binaries:
-        assert "ld.global.v4.b32" in one.asm["ptx"]
-        assert "st.global.v4.b32" in one.asm["ptx"]
+    for binary in binaries:
+        assert "ld.global.v4.b32" in binary.asm["ptx"]
+        assert "st.global.v4.b32" in binary.asm["ptx"]

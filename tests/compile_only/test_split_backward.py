@@ -29,7 +29,7 @@ def test_first_choices_compile_to_what_may_be_used(
     spec = gpu(name)
     chosen = pipeline.choose(AttentionProblem.parse(text), spec, "backward", may_compile=True)
     assert tuple(chosen) == BACKWARD[family].names
-    for kernel, one in chosen.items():
-        built = one.tried[one.config]
+    for kernel, choice in chosen.items():
+        built = choice.tried[choice.config]
         assert not isinstance(built, BuildFailed)
         assert acceptable(built, spec), (name, kernel, built)

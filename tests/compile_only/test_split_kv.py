@@ -35,8 +35,8 @@ def test_first_choices_compile_to_what_may_be_used(
     spec = gpu(name)
     chosen = pipeline.choose(AttentionProblem.parse(text), spec, "forward", may_compile=True)
     assert list(chosen) == ["fwd_split", "fwd_combine"]
-    for kernel, one in chosen.items():
-        built = one.tried[one.config]
+    for kernel, choice in chosen.items():
+        built = choice.tried[choice.config]
         assert not isinstance(built, BuildFailed)
         assert acceptable(built, spec), (name, kernel, built)
     # The join is chosen for the splits that were settled, by whoever asks.

@@ -34,7 +34,7 @@ def test_the_models_choice_is_compiled_then_measured_first(
         measured.append(config)
         return timed(100.0 + 10 * len(measured))
 
-    found = tune(
+    record = tune(
         KernelTask.of("fwd", problem, H200),
         trials=2,
         measure=measure,
@@ -45,12 +45,12 @@ def test_the_models_choice_is_compiled_then_measured_first(
     )
     ranked = propose(KernelTask.of("fwd", problem, H200), top=2)
     assert [candidate.config for candidate in ranked] == measured
-    assert found.config == ranked[0].config
-    assert found.estimate is not None
-    assert found.estimate.read_bytes == ranked[0].estimate.read_bytes
+    assert record.config == ranked[0].config
+    assert record.estimate is not None
+    assert record.estimate.read_bytes == ranked[0].estimate.read_bytes
     hit = look_up(KernelTask.of("fwd", problem, H200))
     assert hit is not None
-    assert hit.record == found
+    assert hit.record == record
 
 
 def test_what_cannot_fit_is_refused_by_the_compiler_alone(

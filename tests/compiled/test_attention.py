@@ -28,8 +28,8 @@ def _inputs(text: str, **options: object) -> tuple[torch.Tensor, torch.Tensor, t
     return x.q, x.k, x.v
 
 
-def _close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(found, expected.to(found.dtype), atol=2e-5, rtol=2e-5)
+def _close(tensor: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(tensor, expected.to(tensor.dtype), atol=2e-5, rtol=2e-5)
 
 
 def test_forward_and_lse_match_the_reference() -> None:
@@ -48,11 +48,11 @@ def test_autograd_through_out_and_lse() -> None:
         weights = torch.linspace(-1, 1, out.numel()).reshape(out.shape)
         return (out * weights).sum() + lse.masked_fill(lse == float("-inf"), 0.0).square().sum()
 
-    found = torch.autograd.grad(
+    grads = torch.autograd.grad(
         loss(*tilegen.attention(q, k, v, mask=mask, return_lse=True)), (q, k, v)
     )
     expected = torch.autograd.grad(loss(*attention_reference(q, k, v, mask=mask)), (q, k, v))
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(grads, expected, strict=True):
         _close(a, b)
 
 
@@ -94,9 +94,9 @@ def test_a_second_derivative_is_refused_where_it_is_pulled(name: str, pull: str)
     q, k, v = (t.requires_grad_() for t in _inputs("b1 hq2 hkv2 q20 kv20 d16 fp32 full"))
     loss = LOSSES[name](*tilegen.attention(q, k, v, return_lse=True))
     once = torch.autograd.grad(loss, q, retain_graph=True)[0]
-    found = torch.autograd.grad(loss, q, create_graph=True)[0]
-    assert torch.equal(found, once), "nothing is refused for create_graph alone"
-    penalty = found.square().sum() + q.square().sum() + k.square().sum()
+    grads = torch.autograd.grad(loss, q, create_graph=True)[0]
+    assert torch.equal(grads, once), "nothing is refused for create_graph alone"
+    penalty = grads.square().sum() + q.square().sum() + k.square().sum()
     with pytest.raises(RuntimeError, match="first derivatives only"):
         PULLS[pull](penalty, q, k)
 
@@ -104,10 +104,10 @@ def test_a_second_derivative_is_refused_where_it_is_pulled(name: str, pull: str)
 def test_a_first_derivative_in_a_graph_is_used_as_a_number() -> None:
     q, k, v = (t.requires_grad_() for t in _inputs("b1 hq2 hkv2 q20 kv20 d16 fp32 full"))
     weight = torch.ones((), requires_grad=True)
-    found = torch.autograd.grad(tilegen.attention(q, k, v).sum(), q, create_graph=True)[0]
-    (weight * found.detach().sum()).backward()
+    grads = torch.autograd.grad(tilegen.attention(q, k, v).sum(), q, create_graph=True)[0]
+    (weight * grads.detach().sum()).backward()
     assert weight.grad is not None
-    assert weight.grad == found.sum()
+    assert weight.grad == grads.sum()
 
 
 @pytest.mark.parametrize("trained", [True, False])
@@ -244,11 +244,11 @@ def test_small_cache_forward_backward_and_lse(small_cache: list[str]) -> None:
     def loss(out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
         return (out * torch.linspace(-1, 1, out.numel()).reshape(out.shape)).sum() + lse.sum()
 
-    found = torch.autograd.grad(
+    grads = torch.autograd.grad(
         loss(*tilegen.attention(q, k, v, mask=mask, return_lse=True)), (q, k, v)
     )
     expected = torch.autograd.grad(loss(*attention_reference(q, k, v, mask=mask)), (q, k, v))
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(grads, expected, strict=True):
         _close(a, b)
     assert set(small_cache) == {*FORWARD["small_cache"].names, *BACKWARD["small_cache"].names}
 
@@ -270,7 +270,7 @@ def test_large_head_dims_are_served() -> None:
     out = tilegen.attention(q, k, v, mask=tilegen.causal())
     expected = attention_reference(q.double(), k.double(), v.double(), mask=tilegen.causal())[0]
     torch.testing.assert_close(out, expected.half(), atol=4e-3, rtol=4e-3)
-    found = torch.autograd.grad(out.float().sum(), (q, k, v))
+    grads = torch.autograd.grad(out.float().sum(), (q, k, v))
     wanted = torch.autograd.grad(expected.sum(), (q, k, v))
-    for a, b in zip(found, wanted, strict=True):
+    for a, b in zip(grads, wanted, strict=True):
         torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2)

@@ -52,7 +52,7 @@ def test_arguments_are_in_the_order_of_the_launch(kernel: Kernel) -> None:
     problem = AttentionProblem.parse("b1 hq4 hkv2 q40 kv3000 d32/16 fp16 full")
     module = cpu.load(render(problem, TileConfig(block_m=32, block_n=16), kernel))
     names = list(inspect.signature(module.launch).parameters)
-    found = dict(zip(names, arguments(problem, kernel), strict=True))
+    results = dict(zip(names, arguments(problem, kernel), strict=True))
     shapes = {
         "q": (1, 4, 40, 32),
         "k": (1, 2, 3000, 32),
@@ -62,16 +62,16 @@ def test_arguments_are_in_the_order_of_the_launch(kernel: Kernel) -> None:
         "lse": (1, 4, 40),
         "delta": (1, 4, 40),
     }
-    for name, value in found.items():
+    for name, value in results.items():
         if name == "softmax_scale":
             assert value == 32**-0.5
         else:
             assert tuple(value.shape) == shapes[name], name
-    if "lse" in found:
+    if "lse" in results:
         inputs = make_inputs(problem, device="cpu", seed=0)
         _, lse = attention_reference(inputs.q.float(), inputs.k.float(), inputs.v.float())
-        assert (found["lse"] - lse.mean()).abs().max() < 0.5
-        assert found["delta"].mean().abs() < 0.5
+        assert (results["lse"] - lse.mean()).abs().max() < 0.5
+        assert results["delta"].mean().abs() < 0.5
 
 
 @pytest.mark.parametrize("kernel", LARGE_CACHE)
@@ -83,5 +83,5 @@ def test_a_right_config_passes_the_check(kernel: Kernel) -> None:
 
 def test_arguments_are_the_same_every_time() -> None:
     problem = AttentionProblem.parse("b1 hq2 hkv1 q8 kv8 d16 fp16 full")
-    one, other = (arguments(problem, "bwd_dq") for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(one[:-1], other[:-1], strict=True))
+    left, other = (arguments(problem, "bwd_dq") for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(left[:-1], other[:-1], strict=True))

@@ -23,8 +23,8 @@ SPLIT = "b1 hq8 hkv2 q1 kv4096 d64 fp32 full"
 CPUINFO = "processor : 0\nflags : {}\n\nprocessor : 1\nflags : {}\n"
 
 
-def _need(found: object, what: str) -> None:
-    if not found:
+def _need(value: object, what: str) -> None:
+    if not value:
         pytest.skip(f"needs {what}, which is not installed")
 
 

@@ -100,12 +100,12 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     made = Driver()
     data_ptr = torch.Tensor.data_ptr
 
-    def note_tensor(one: torch.Tensor) -> int:
-        made.tensors[data_ptr(one), one.dtype] = one
-        return data_ptr(one)
+    def note_tensor(tensor: torch.Tensor) -> int:
+        made.tensors[data_ptr(tensor), tensor.dtype] = tensor
+        return data_ptr(tensor)
 
     monkeypatch.setattr(torch.Tensor, "data_ptr", note_tensor)
-    monkeypatch.setattr(Bundle, "function", lambda bundle, one: made.function(bundle, one))
+    monkeypatch.setattr(Bundle, "function", lambda bundle, tensor: made.function(bundle, tensor))
     with gpu_road():
         yield made
         bundles.loaded.clear()
@@ -174,8 +174,8 @@ def test_a_bundle_is_given_lengths_in_32_bits(driver: Driver, tmp_path: Path) ->
     write_bundle([problem_of(q, q, q, Changes(mask))], [gpu("h200")], tmp_path)
     bundle = tilegen.load_bundle(tmp_path)
     expected, _ = attention_reference(q, q, q, mask=mask)
-    for its in (lengths, lengths.int(), lengths):
-        out = tilegen.attention(q, q, q, mask=tilegen.causal(), kv_lengths=its)
+    for integers in (lengths, lengths.int(), lengths):
+        out = tilegen.attention(q, q, q, mask=tilegen.causal(), kv_lengths=integers)
         ours, theirs = (
             torch.autograd.grad(x.square().sum(), q, retain_graph=True)[0] for x in (out, expected)
         )
@@ -193,8 +193,8 @@ def test_a_bundle_is_told_where_requests_lie_in_32_bits(
     q, pages = torch.randn(3, 4, 2, 16), torch.randn(9, 16, 2, 16)
     table, lengths = torch.randperm(9).view(3, 3), torch.tensor([40, 2, 33])
     tilegen.load_bundle(tmp_path)
-    for its in ((table, lengths), (table.int(), lengths.int()), (table, lengths)):
-        out = tilegen.attention_paged(q, pages, pages, *its, mask=problem.mask)
+    for integers in ((table, lengths), (table.int(), lengths.int()), (table, lengths)):
+        out = tilegen.attention_paged(q, pages, pages, *integers, mask=problem.mask)
         for i, length in enumerate(lengths.tolist()):
             keys = pages[table[i]].flatten(0, 1)[:length].transpose(0, 1)[None]
             expected, _ = attention_reference(q[i : i + 1], keys, keys, mask=problem.mask)

@@ -23,14 +23,14 @@ def leaf(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def require_same(
-    found: torch.Tensor, expected: torch.Tensor, leaves: Sequence[torch.Tensor]
+    tensor: torch.Tensor, expected: torch.Tensor, leaves: Sequence[torch.Tensor]
 ) -> None:
-    weight = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    ours = torch.autograd.grad((found * weight).sum(), leaves)
+    weight = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(tensor, expected, rtol=1e-5, atol=1e-5)
+    ours = torch.autograd.grad((tensor * weight).sum(), leaves)
     theirs = torch.autograd.grad((expected * weight).sum(), leaves)
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    for left, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(left, other, rtol=1e-5, atol=1e-5)
 
 
 DILATED = [
@@ -165,8 +165,8 @@ def test_nested_tensors_are_packed_sequences() -> None:
     q, k, v = (torch.nested.nested_tensor(p, layout=torch.jagged).transpose(1, 2) for p in parts)
     out = tilegen.attention(q, k, v, mask=tilegen.causal())
     for i, rows in enumerate(out.transpose(1, 2).unbind()):
-        one = (x[i].transpose(0, 1)[None] for x in parts)
-        expected, _ = attention_reference(*one, mask=tilegen.causal())
+        document = (x[i].transpose(0, 1)[None] for x in parts)
+        expected, _ = attention_reference(*document, mask=tilegen.causal())
         torch.testing.assert_close(rows.transpose(0, 1)[None], expected)
 
 
@@ -276,9 +276,9 @@ def test_sinks_of_minus_infinity_where_nothing_is_kept() -> None:
     out = tilegen.attention(
         q, k, k, mask=tilegen.causal("bottom_right"), score=tilegen.sinks(logits)
     )
-    (found,) = torch.autograd.grad(out.sum(), logits)
-    assert found[0] == 0
-    assert found.isfinite().all()
+    (grads,) = torch.autograd.grad(out.sum(), logits)
+    assert grads[0] == 0
+    assert grads.isfinite().all()
 
 
 @pytest.mark.any_triton
@@ -360,11 +360,11 @@ def test_autocast_is_followed_through_the_backward() -> None:
     expected, expected_lse = tilegen.attention(*low, return_lse=True)
     assert torch.equal(out, expected)
     assert torch.equal(lse, expected_lse)
-    found = torch.autograd.grad(out.sum() + lse.sum(), [q, k, v])
+    grads = torch.autograd.grad(out.sum() + lse.sum(), [q, k, v])
     exact = torch.autograd.grad(expected.sum() + expected_lse.sum(), low)
     assert all(
         one.dtype == torch.float32 and torch.equal(one, other.float())
-        for one, other in zip(found, exact, strict=True)
+        for one, other in zip(grads, exact, strict=True)
     )
 
 
@@ -373,11 +373,11 @@ def test_gradients_reach_jagged_tensors_through_out_and_lse() -> None:
     q, k, v = (torch.nested.as_nested_tensor(p, layout=torch.jagged) for p in parts)
     out, lse = tilegen.attention(*(x.transpose(1, 2) for x in (q, k, v)), return_lse=True)
     (out.values().sin().sum() + lse.values().sin().sum()).backward()
-    for one in zip(*parts, strict=True):
-        alone = [x.detach().transpose(0, 1)[None].requires_grad_() for x in one]
+    for document in zip(*parts, strict=True):
+        alone = [x.detach().transpose(0, 1)[None].requires_grad_() for x in document]
         expected = attention_reference(*alone)
         (expected[0].sin().sum() + expected[1].sin().sum()).backward()
-        for x, other in zip(one, alone, strict=True):
+        for x, other in zip(document, alone, strict=True):
             assert x.grad is not None
             assert other.grad is not None
             torch.testing.assert_close(x.grad, other.grad[0].transpose(0, 1))

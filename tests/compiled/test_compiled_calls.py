@@ -25,9 +25,9 @@ def test_a_compiled_call_is_the_same(name: str) -> None:
     call = CALLS[name]
     given = (*qkv(), *call.given)
     compiled = torch.compile(call.run, fullgraph=True, backend="aot_eager")
-    found, expected = gradients(compiled, given), gradients(call.run, given)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other)
+    grads, expected = gradients(compiled, given), gradients(call.run, given)
+    for left, other in zip(grads, expected, strict=True):
+        torch.testing.assert_close(left, other)
 
 
 @pytest.mark.parametrize("name", ["tree", "score", "sinks"])

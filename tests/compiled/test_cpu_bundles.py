@@ -116,19 +116,19 @@ def test_a_trained_table_has_the_same_bits_for_any_threads(tmp_path: Path) -> No
     bundle = load_bundle(tmp_path)
     added = {name for one in bundle.manifest.binaries if one.on_cpu for name in one.on_cpu.added}
     assert added == {"dc0_ptr"}
-    found: list[torch.Tensor] = []
+    results: list[torch.Tensor] = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         out = tilegen.attention(q, q, q, mask=tilegen.causal(), score=score)
-        found += torch.autograd.grad(out.square().sum(), table)
-    assert all(torch.equal(one, found[0]) for one in found)
+        results += torch.autograd.grad(out.square().sum(), table)
+    assert all(torch.equal(one, results[0]) for one in results)
     exact = q.double()
     wanted = table.detach().double().requires_grad_()
     out, _ = attention_reference(
         *(exact,) * 3, mask=tilegen.causal(), score=tilegen.relative_bias(wanted)
     )
     (gradient,) = torch.autograd.grad(out.square().sum(), wanted)
-    torch.testing.assert_close(found[0].double(), gradient, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(results[0].double(), gradient, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.usefixtures("only_bundles")
@@ -138,8 +138,8 @@ def test_pages_and_split_keys_come_from_a_bundle(tmp_path: Path) -> None:
     bundle = load_bundle(tmp_path)
     q, pages = torch.randn(3, 4, 2, 16), torch.randn(9, 16, 2, 16)
     table, lengths = torch.randperm(9).view(3, 3), torch.tensor([40, 2, 33])
-    for its in ((table, lengths), (table.int(), lengths.int())):
-        out = tilegen.attention_paged(q, pages, pages, *its, mask=problem.mask)
+    for integers in ((table, lengths), (table.int(), lengths.int())):
+        out = tilegen.attention_paged(q, pages, pages, *integers, mask=problem.mask)
         for i, length in enumerate(lengths.tolist()):
             keys = pages[table[i]].flatten(0, 1)[:length].transpose(0, 1)[None]
             wanted, _ = attention_reference(q[i : i + 1], keys, keys, mask=problem.mask)

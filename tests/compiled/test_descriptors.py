@@ -79,10 +79,10 @@ def test_scores_and_dropout() -> None:
     score = alibi(torch.tensor([0.5, 0.25])).then(softcap(5.0))
     dropout = Dropout(0.3, torch.tensor([1 << 40, 3]))
     problem = replace(plain, score=score.form, dropout=True)
-    found = check(
+    actual = check(
         kernels(problem), make_inputs(problem), mask=problem.mask, score=score, dropout=dropout
     )
-    require(found)
+    require(actual)
 
 
 @pytest.mark.parametrize("kernel", DESCRIBED)
@@ -102,8 +102,8 @@ def test_bytes_are_those_of_the_model(text: str, kernel: Kernel) -> None:
 
 def _with_bad_second_head(problem: AttentionProblem) -> tuple[Inputs, Inputs]:
     clean, bad = make_inputs(problem), make_inputs(problem)
-    for one in (bad.q, bad.k, bad.v, bad.dout):
-        one[:, 1:] = float("nan")
+    for tensor in (bad.q, bad.k, bad.v, bad.dout):
+        tensor[:, 1:] = float("nan")
     return clean, bad
 
 
@@ -153,8 +153,8 @@ def test_a_launch_refuses_what_a_descriptor_cannot_hold() -> None:
     launch = cpu.load(kernels(problem)["fwd"]).launch
     with pytest.raises(ValueError, match="expected no expanded dimension, got strides"):
         launch(x.q, x.k[:, :1].expand_as(x.k), x.v, 0.1)
-    one = x.k[:1].as_strided(x.k.shape, (1, *x.k.stride()[1:]))  # of size 1: any stride
-    out, _ = launch(x.q, one, x.v, 0.1)
+    single_head = x.k[:1].as_strided(x.k.shape, (1, *x.k.stride()[1:]))  # of size 1: any stride
+    out, _ = launch(x.q, single_head, x.v, 0.1)
     assert torch.equal(out, launch(x.q, x.k, x.v, 0.1)[0])
 
 
@@ -193,7 +193,7 @@ def _call_with_strides() -> None:
         )
         whole.backward(grad.double())
         torch.testing.assert_close(out.double(), whole, atol=1e-2, rtol=1e-2)
-        for one, other in zip(inputs, exact, strict=True):
-            assert one.grad is not None
+        for left, other in zip(inputs, exact, strict=True):
+            assert left.grad is not None
             assert other.grad is not None
-            torch.testing.assert_close(one.grad.double(), other.grad, atol=3e-2, rtol=3e-2)
+            torch.testing.assert_close(left.grad.double(), other.grad, atol=3e-2, rtol=3e-2)

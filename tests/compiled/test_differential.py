@@ -62,7 +62,7 @@ RICH = Problem(
 
 
 def broken(old: str, new: str, kernels: tuple[Kernel, ...]) -> Callable[..., ModuleType]:
-    """Return what makes kernels executable, with an emitted text changed."""
+    """Return a function that makes kernels executable after changing an emitted text."""
 
     def executable_broken(rendered: RenderedKernel, device: torch.device) -> ModuleType:
         if rendered.kernel in kernels:
@@ -163,7 +163,7 @@ def test_a_stale_table_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert attempt(problem).what == "right"
 
     def stale(
-        text: str, one: Problem, tables: dict[str, object], names: dict[str, object]
+        text: str, item: Problem, tables: dict[str, object], names: dict[str, object]
     ) -> object:
         if names is trial.TILEGEN_NAMES:
             tables = {
@@ -172,7 +172,7 @@ def test_a_stale_table_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
                 else table
                 for name, table in tables.items()
             }
-        return kept(text, one, tables, names)
+        return kept(text, item, tables, names)
 
     monkeypatch.setattr(oracle, "evaluate", stale)
     outcome = attempt(replace(problem, trained=()))
@@ -222,7 +222,7 @@ def test_what_hangs_on_rounding_is_no_problem() -> None:
 
 
 def test_scores_that_are_numbers_only_in_fp64_are_no_problem() -> None:
-    """A factor of e^-200 vanishes in fp32, and then -inf * 0 is no number."""
+    """A factor of e^-200 vanishes in fp32, and then -inf * 0 is NaN."""
     score = 'score(lambda s, b, h, q, k: torch.where(q >= k, s, float("-inf")) * {})'
     rows = {"rows": 1, "columns": 20, "configs": PLAIN, "backward": False}
     assert attempt(Problem(score=score.format("torch.exp(k * -10.0)"), **rows)).what == "unclear"

@@ -54,12 +54,12 @@ class Batch:
     """What is done to the text of the first kernel."""
 
     @classmethod
-    def of(cls, text: str, config: str, lengths: Any, queries: Any, **its: Any) -> Batch:
+    def of(cls, text: str, config: str, lengths: Any, queries: Any, **value: Any) -> Batch:
         """Return the batch; `text` says all of the problem but batch, mask and score."""
         problem = AttentionProblem.parse(f"b{len(lengths)} {text}")
-        mask, score = its.setdefault("mask", problem.mask), its.get("score")
+        mask, score = value.setdefault("mask", problem.mask), value.get("score")
         problem = replace(problem, mask=mask.stand_in, score=score and score.form)
-        return cls(problem, TileConfig.parse(config), tuple(lengths), tuple(queries), **its)
+        return cls(problem, TileConfig.parse(config), tuple(lengths), tuple(queries), **value)
 
     def launch(self, name: str, config: TileConfig, q: Any, reads: Any) -> Any:
         kernel = render(self.problem, config, name, aligned=False)
@@ -67,8 +67,8 @@ class Batch:
             kernel = replace(
                 kernel, source=source, digest=f"{kernel.digest}-{crc32(source.encode())}"
             )
-        one = BoundKernel(cpu.executable(kernel, q.device).launch, self.mask, name, config)
-        return one.given(self.mask, Shape(*self.problem.shape.by_axis.values()), q.device, reads)
+        bound = BoundKernel(cpu.executable(kernel, q.device).launch, self.mask, name, config)
+        return bound.given(self.mask, Shape(*self.problem.shape.by_axis.values()), q.device, reads)
 
     def requests(self, table: torch.Tensor) -> Requests:
         starts = torch.tensor([0, *itertools.accumulate(self.queries)], dtype=torch.int32)
@@ -76,7 +76,7 @@ class Batch:
         return Requests(table, lengths, starts, self.problem.seqlen_q, self.problem.seqlen_kv)
 
     def run(self) -> tuple[list[Inputs], list[dict[str, torch.Tensor]], torch.Tensor]:
-        """Return what each request has, and gets; and the partial lse of all."""
+        """Return the inputs and results of each request, and the partial lse of all."""
         p, torch_dtype = self.problem, {"fp16": torch.float16, "fp32": torch.float32}
         generator = torch.Generator().manual_seed(1)
 
@@ -90,7 +90,7 @@ class Batch:
         v = k[..., : p.head_dim_v] if p.latent else randn(*k.shape[:3], p.head_dim_v)
         k[order[-1]], v[order[-1]] = float("nan"), float("nan")  # a page of nobody
         q = randn(1, p.num_heads_q, sum(self.queries), p.head_dim_qk)
-        its, used, first = list[Inputs](), 0, 0
+        results, used, first = list[Inputs](), 0, 0
         for i, (length, rows) in enumerate(zip(self.lengths, self.queries, strict=True)):
             mine = order[used : used + pages[i]]
             used, table[i, : pages[i]] = used + pages[i], mine
@@ -100,15 +100,15 @@ class Batch:
             own = (x[mine].transpose(0, 1).flatten(1, 2)[None, :, :length] for x in (k, v))
             query = q[:, :, first : first + rows]
             dout = torch.zeros(*query.shape[:3], p.head_dim_v, dtype=q.dtype)
-            its.append(Inputs(query, *own, dout))
+            results.append(Inputs(query, *own, dout))
             first += rows
-        found: dict[str, Any] = {}
+        by_name: dict[str, Any] = {}
         reads = score_tensors(self.score.captured, self.score.sink_logits) if self.score else {}
         first_of_two = self.launch("fwd_paged", self.config, q, reads)
 
         def splits(*given: Any) -> Any:
-            found["partials"] = first_of_two(*given)
-            return found["partials"]
+            by_name["partials"] = first_of_two(*given)
+            return by_name["partials"]
 
         launches = {
             "fwd_paged": splits,
@@ -120,24 +120,24 @@ class Batch:
         )
         of_each = [x.split(list(self.queries), 2) for x in (out, public_lse(lse))]
         gets = [{"out": a, "lse": b} for a, b in zip(*of_each, strict=True)]
-        return its, gets, found["partials"][1]
+        return results, gets, by_name["partials"][1]
 
     def check(self) -> None:
-        """Raise WrongResult where a request does not get what attention over its keys gives."""
+        """Raise WrongResult if a request does not get what attention over its keys gives."""
         scale = self.problem.head_dim_qk**-0.5
-        its, gets, _ = self.run()
-        for one, found in zip(its, gets, strict=True):
-            rows, length = one.q.shape[2], one.k.shape[2]
+        inputs, gets, _ = self.run()
+        for passed, get in zip(inputs, gets, strict=True):
+            rows, length = passed.q.shape[2], passed.k.shape[2]
             if not rows:
                 continue
             if not length:
-                if found["out"].any() or (self.score is None and found["lse"].isfinite().any()):
+                if get["out"].any() or (self.score is None and get["lse"].isfinite().any()):
                     raise WrongResult("a request without keys got something")
                 continue
             mask = self.mask
             if "tree" in self.problem.mask.notation:  # as dense attention has it, spelt out
                 mask = drafted(rows, length)
-            require(judge_all(found, one, scale, mask=mask, score=self.score))
+            require(judge_all(get, passed, scale, mask=mask, score=self.score))
 
     def splits(self) -> list[int]:
         """Return in how many splits each request has keys; in each for every head and row alike."""
@@ -170,7 +170,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def case(name: str, keys: int, page: int, **its: Any) -> Batch:
+def case(name: str, keys: int, page: int, **value: Any) -> Batch:
     dims, more = CASES[name]
     heads = "hq4 hkv1" if name == "latent" else "hq4 hkv2"
     tile = {"latent": "m4h4", "alibi": "m16"}.get(name, "m8h2")
@@ -179,7 +179,7 @@ def case(name: str, keys: int, page: int, **its: Any) -> Batch:
     lengths, queries = LENGTHS, QUERIES
     if name == "tree":  # as many tokens for each request as the tree has
         lengths, queries = (len(PARENTS), 33, 600, 1001), (len(PARENTS),) * 4
-    return Batch.of(text, f"{tile}n32k{keys}w4s2", lengths, queries, **more, **its)
+    return Batch.of(text, f"{tile}n32k{keys}w4s2", lengths, queries, **more, **value)
 
 
 @pytest.mark.parametrize(

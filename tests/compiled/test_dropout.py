@@ -79,11 +79,11 @@ def test_kernels_drop_what_pytorch_drops_whatever_the_tiles(
         for kernel, config in of_tiles(FAMILIES[family], m, n).items()
     }
     dropout = Dropout(p, STATE)
-    found = run(kernels, x, 0.25, mask=problem.mask, dropout=dropout)
+    outputs = run(kernels, x, 0.25, mask=problem.mask, dropout=dropout)
     factors = dropout.factors(2, 2, 50, 64).float()
-    torch.testing.assert_close(found["out"] * 64, factors)
-    if "dv" in found:
-        torch.testing.assert_close(found["dv"][..., :50].mT * 64, factors.sum(1, keepdim=True))
+    torch.testing.assert_close(outputs["out"] * 64, factors)
+    if "dv" in outputs:
+        torch.testing.assert_close(outputs["dv"][..., :50].mT * 64, factors.sum(1, keepdim=True))
 
 
 TEXTS = [
@@ -141,7 +141,7 @@ def test_calls_drop_what_their_seed_says(name: str) -> None:
     options, read = CALLS[name]
     leaves = [leaf(2, 4, 40, 16), leaf(2, 2, 50, 16, seed=1), leaf(2, 2, 50, 16, seed=2)]
     torch.manual_seed(7)
-    found = gradients(
+    grads = gradients(
         partial(tilegen.attention, **options, dropout_p=0.4, return_lse=True), leaves, read
     )
     torch.manual_seed(7)
@@ -152,8 +152,8 @@ def test_calls_drop_what_their_seed_says(name: str) -> None:
     score: Score | None = given.get("score")
     assert score is None or read
     expected = gradients(partial(attention_reference, **given, dropout=dropout), leaves, read)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-4)
+    for left, other in zip(grads, expected, strict=True):
+        torch.testing.assert_close(left, other, atol=2e-5, rtol=1e-4)
 
 
 def test_a_dilated_mask_drops_by_places_in_its_groups_as_on_a_cpu() -> None:
@@ -202,8 +202,8 @@ def test_bytes_of_the_seed_are_counted(mask: str, family: str) -> None:
         width = configs["fwd_scores"].block_n if "fwd_scores" in configs else 0
         expected = traffic_of(tiled(kernel, problem, config), score_width=width or config.block_n)
         if kernel != "bwd_preprocess":
-            found = moved[kernel].read_bytes, moved[kernel].write_bytes
-            assert found == (expected.read_bytes, expected.write_bytes), kernel
+            actual = moved[kernel].read_bytes, moved[kernel].write_bytes
+            assert actual == (expected.read_bytes, expected.write_bytes), kernel
 
 
 @pytest.mark.parametrize("kernel", ["fwd", "bwd_preprocess", "bwd_dkdv", "fwd_values"])

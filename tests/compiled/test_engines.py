@@ -43,22 +43,22 @@ def test_latent_attention_of_vllm(
 
     classes = SimpleNamespace(**theirs | vars(vllm_latent))
     requests = [*zip(drafts, [37, 5, 50], strict=True), (0, 0)]
-    its = Latent(requests, rank=128, drafts=2)
+    latent = Latent(requests, rank=128, drafts=2)
     plans.forget()
-    found = its.decode(classes, causal=causal, capture=True, padding=2)
+    out = latent.decode(classes, causal=causal, capture=True, padding=2)
     assert [key[0].latent for key in plans.by_problem._values] == [True]  # pyright: ignore
-    expected = its.expected(causal=causal)
-    torch.testing.assert_close(found[: len(expected)].double(), expected, **TOLERANCE)
+    expected = latent.expected(causal=causal)
+    torch.testing.assert_close(out[: len(expected)].double(), expected, **TOLERANCE)
 
 
 def test_prompts_of_latent_attention_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = install(monkeypatch, "vllm")
     from tilegen.integrations import vllm_latent
 
-    its = Prompts()
-    parts = its.parts(its.backend(SimpleNamespace(**theirs | vars(vllm_latent))))
+    prompts = Prompts()
+    parts = prompts.parts(prompts.backend(SimpleNamespace(**theirs | vars(vllm_latent))))
     assert all(x.is_contiguous() for part in parts for x in part)
-    torch.testing.assert_close(merged(parts), its.expected(), **TOLERANCE)
+    torch.testing.assert_close(merged(parts), prompts.expected(), **TOLERANCE)
 
 
 @pytest.mark.parametrize("mode, page", [("MIXED", 16), ("DECODE", 1)])

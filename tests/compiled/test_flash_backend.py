@@ -32,12 +32,12 @@ def on_cpu() -> Iterator[None]:
     overrides.remove()
 
 
-def described(found: Any) -> list[Any]:
+def described(value: Any) -> list[Any]:
     """Sizes, strides and dtypes of what an operator returns."""
-    found = found if isinstance(found, tuple | list) else (found,)
+    value = value if isinstance(value, tuple | list) else (value,)
     return [
         (tuple(one.shape), one.stride(), one.dtype) if isinstance(one, torch.Tensor) else one
-        for one in found
+        for one in value
     ]
 
 
@@ -116,12 +116,12 @@ def test_sdpa_and_its_gradients(layout: Any) -> None:
     expected = of_torch(*given, is_causal=True, scale=0.3, enable_gqa=True)
     out, lse, *_ = ATEN._scaled_dot_product_flash_attention(*given, 0.0, True, scale=0.3)
     weights = torch.linspace(-1, 1, out.numel()).reshape(out.shape)
-    for one, other in zip(
+    for left, other in zip(
         (out, *torch.autograd.grad(out, given, weights)),
         (expected, *torch.autograd.grad(expected, given, weights)),
         strict=True,
     ):
-        torch.testing.assert_close(one, other, atol=3e-5, rtol=3e-5)
+        torch.testing.assert_close(left, other, atol=3e-5, rtol=3e-5)
     scores = given[0] @ given[1].repeat_interleave(given[0].shape[1] // given[1].shape[1], 1).mT
     scores = (scores * 0.3).masked_fill(torch.ones(20, 20).triu(1).bool(), -torch.inf)
     torch.testing.assert_close(lse, scores.logsumexp(-1), atol=3e-5, rtol=3e-5)
@@ -134,7 +134,7 @@ def test_varlen_attn_and_its_gradients(window: tuple[int, int]) -> None:
     torch.manual_seed(0)
     cu_q, cu_k = [0, 4, 4, 12], [0, 7, 9, 15]
     given = [torch.randn(n, h, 16, requires_grad=True) for n, h in ((12, 4), (15, 2), (15, 2))]
-    cu = [torch.tensor(one, dtype=torch.int32) for one in (cu_q, cu_k)]
+    cu = [torch.tensor(left, dtype=torch.int32) for left in (cu_q, cu_k)]
     out, lse = varlen_attn(
         *(*given, *cu, 8, 7),
         window_size=window,
@@ -143,12 +143,12 @@ def test_varlen_attn_and_its_gradients(window: tuple[int, int]) -> None:
     )
     expected, expected_lse = of_documents(given, cu_q, cu_k, {"window_size": window})
     weights = torch.linspace(-1, 1, out.numel()).reshape(out.shape)
-    for one, other in zip(
+    for left, other in zip(
         (out, lse, *torch.autograd.grad(out, given, weights)),
         (expected, expected_lse, *torch.autograd.grad(expected, given, weights)),
         strict=True,
     ):
-        torch.testing.assert_close(one, other, atol=3e-5, rtol=3e-5)
+        torch.testing.assert_close(left, other, atol=3e-5, rtol=3e-5)
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -162,12 +162,12 @@ def test_dropout_is_drawn_once_for_both_passes() -> None:
         *given, mask=causal(), dropout=Dropout(0.3, state.view(torch.int64))
     )
     weights = torch.linspace(-1, 1, out.numel()).reshape(out.shape)
-    for one, other in zip(
+    for left, other in zip(
         (out, *torch.autograd.grad(out, given, weights)),
         (expected, *torch.autograd.grad(expected, given, weights)),
         strict=True,
     ):
-        torch.testing.assert_close(one, other, atol=3e-5, rtol=3e-5)
+        torch.testing.assert_close(left, other, atol=3e-5, rtol=3e-5)
     again, *_ = ATEN._scaled_dot_product_flash_attention(*given, 0.3, True)
     assert not torch.equal(out, again)
 
@@ -197,8 +197,8 @@ def test_what_tilegen_does_not_do_reaches_the_kernel_that_was_there(
 
     def of_another(query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         calls.append((args[7:], kwargs))
-        one = query.new_zeros(())
-        return one, one, one, one, one
+        values = query.new_zeros(())
+        return values, values, values, values, values
 
     library = torch.library.Library("aten", "IMPL", "CPU")
     library.impl("_flash_attention_forward", of_another, "CPU")
@@ -206,18 +206,18 @@ def test_what_tilegen_does_not_do_reaches_the_kernel_that_was_there(
     q = torch.randn(1, 4, 2, 16)
     given = (q, q, q, None, None, 4, 4, 0.0, True, False)
     slopes = torch.ones(2)
-    found, *_ = ATEN._flash_attention_forward(*given)
-    assert found.shape == q.shape
+    out, *_ = ATEN._flash_attention_forward(*given)
+    assert out.shape == q.shape
     assert not calls
     for _ in range(2):
-        found, *_ = ATEN._flash_attention_forward(*given, alibi_slopes=slopes)
-        assert found.shape == ()
+        out, *_ = ATEN._flash_attention_forward(*given, alibi_slopes=slopes)
+        assert out.shape == ()
     assert calls[0][1]["alibi_slopes"] is slopes
     assert len(calls) == 2
-    assert [one.message for one in caplog.records] == [
+    assert [values.message for values in caplog.records] == [
         "flash attention: PyTorch's own kernel computes instead: "
         "tilegen's flash attention has no alibi_slopes"
     ]
     overrides.remove()
-    found, *_ = ATEN._flash_attention_forward(*given)
-    assert found.shape == ()
+    out, *_ = ATEN._flash_attention_forward(*given)
+    assert out.shape == ()

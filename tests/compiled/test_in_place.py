@@ -41,14 +41,14 @@ def test_a_captured_call_is_right_for_values_to_come(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(tile_lists, "is_captured", lambda _: True)
     monkeypatch.setattr(tile_lists, "build", None)
     tensor.copy_(after)
-    found = tilegen.attention(q, k, v, mask=mask)
+    ours = tilegen.attention(q, k, v, mask=mask)
     expected = attention_reference(q, k, v, mask=make(after))[0]
-    torch.testing.assert_close(found, expected)
-    weights = torch.randn_like(found)
-    for one, other in zip(
-        *(torch.autograd.grad(out, (q, k, v), weights) for out in (found, expected)), strict=True
+    torch.testing.assert_close(ours, expected)
+    weights = torch.randn_like(ours)
+    for left, other in zip(
+        *(torch.autograd.grad(out, (q, k, v), weights) for out in (ours, expected)), strict=True
     ):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(left, other, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -64,11 +64,11 @@ def test_attention_varlen_follows_its_cu_seqlens(way: str, prefix: int | None) -
     used = given(way, cu.clone())
     for expected in (cu, others):
         WAYS[way](used, expected)
-        found = tilegen.attention_varlen(q, k, v, used, mask=mask, score=score)
+        out = tilegen.attention_varlen(q, k, v, used, mask=mask, score=score)
         for first, end in pairwise(expected):
-            one = (x[first:end].transpose(0, 1)[None] for x in (q, k, v))
-            alone = attention_reference(*one, mask=mask, score=tilegen.score(score))[0][0]
-            torch.testing.assert_close(found[first:end], alone.transpose(0, 1))
+            document = (x[first:end].transpose(0, 1)[None] for x in (q, k, v))
+            alone = attention_reference(*document, mask=mask, score=tilegen.score(score))[0][0]
+            torch.testing.assert_close(out[first:end], alone.transpose(0, 1))
 
 
 def test_gradients_are_refused_where_a_mask_has_changed_since_the_forward() -> None:
@@ -109,10 +109,10 @@ def test_a_score_follows_tensors_that_its_function_makes(train: bool) -> None:
         factors = (0.5 * used.clamp(0, 5))[:, None, None]
         logits = q @ k.mT * q.shape[-1] ** -0.5 * factors + (shift * 2 + 1)
         expected = (9 * torch.tanh(logits / 9)).softmax(-1) @ v
-        found = tilegen.attention(q, k, v, score=made)
-        torch.testing.assert_close(found, expected)
+        out = tilegen.attention(q, k, v, score=made)
+        torch.testing.assert_close(out, expected)
         if train:
-            (gradient,) = torch.autograd.grad(found.square().sum(), scale)
+            (gradient,) = torch.autograd.grad(out.square().sum(), scale)
             (wanted,) = torch.autograd.grad(expected.square().sum(), used)
             torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-4)
         with torch.no_grad():

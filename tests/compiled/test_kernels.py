@@ -138,19 +138,19 @@ def test_scales(scale: float) -> None:
 def test_rows_with_nothing_kept_are_exactly_empty() -> None:
     problem = AttentionProblem.parse("b1 hq2 hkv1 q100 kv40 d32 bf16 causal(bottom_right)")
     inputs = make_inputs(problem)
-    found = run(kernels(problem), inputs, 0.2)
+    outputs = run(kernels(problem), inputs, 0.2)
     empty = slice(0, 60)
-    assert (found["out"][:, :, empty] == 0).all()
-    assert (found["lse"][:, :, empty] == float("-inf")).all()
-    assert (found["dq"][:, :, empty] == 0).all()
-    assert all(tensor.isfinite().all() for name, tensor in found.items() if name != "lse")
+    assert (outputs["out"][:, :, empty] == 0).all()
+    assert (outputs["lse"][:, :, empty] == float("-inf")).all()
+    assert (outputs["dq"][:, :, empty] == 0).all()
+    assert all(tensor.isfinite().all() for name, tensor in outputs.items() if name != "lse")
 
 
 def test_columns_nobody_keeps_get_no_gradient() -> None:
     problem = AttentionProblem.parse("b1 hq1 hkv1 q40 kv100 d32 fp16 causal")
-    found = run(kernels(problem), make_inputs(problem), 0.2)
-    assert (found["dk"][:, :, 40:] == 0).all()
-    assert (found["dv"][:, :, 40:] == 0).all()
+    outputs = run(kernels(problem), make_inputs(problem), 0.2)
+    assert (outputs["dk"][:, :, 40:] == 0).all()
+    assert (outputs["dv"][:, :, 40:] == 0).all()
 
 
 def test_what_is_masked_cannot_leak() -> None:

@@ -142,8 +142,8 @@ def test_keys_that_are_copied_share_nothing() -> None:
     problem = AttentionProblem.parse("b1 hq2 hkv1 q20 kv30 d48/32 fp32")
     x = make_inputs(problem)
     k = x.k.transpose(2, 3).contiguous().transpose(2, 3)
-    found = tilegen.attention(x.q, k, k[..., :32])
-    torch.testing.assert_close(found, tilegen.attention(x.q, x.k, x.k[..., :32].clone()))
+    out = tilegen.attention(x.q, k, k[..., :32])
+    torch.testing.assert_close(out, tilegen.attention(x.q, x.k, x.k[..., :32].clone()))
     assert not any(one.latent for one in problems())
 
 

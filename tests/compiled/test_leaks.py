@@ -127,11 +127,11 @@ def test_keys_beyond_the_lengths_reach_nothing(kind: str, family: str) -> None:
         here = inputs.q[b][:, sees], inputs.k[b, :, :length], inputs.v[b, :, :length]
         if length:
             expected = alone(*here, inputs.dout[b][:, sees], keep=keep[sees, :length])
-            for result, one in expected.items():
+            for result, tensor in expected.items():
                 if result in ours:
                     mine = ours[result][b]
                     mine = mine[:, :length] if result in ("dk", "dv") else mine[:, sees]
-                    agree(f"{result} of entry {b}", mine, one)
+                    agree(f"{result} of entry {b}", mine, tensor)
         for result in {"out", "dq", "dk", "dv"} & set(ours):
             mine = ours[result][b]
             rest = mine[:, length:] if result in ("dk", "dv") else mine[:, ~sees]

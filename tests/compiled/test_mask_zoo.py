@@ -29,15 +29,15 @@ WHOLE_HEADS: dict[Kernel, TileConfig] = {
 
 @pytest.mark.parametrize("case", ZOO, ids=str)
 def test_pairs(case: Case) -> None:
-    found = dense_mask(case.mask, case.seqlen_q, case.seqlen_kv, batch=BATCH, heads=HEADS)
-    assert (np.broadcast_to(found.numpy(), case.oracle.shape) == case.oracle).all()
+    batch = dense_mask(case.mask, case.seqlen_q, case.seqlen_kv, batch=BATCH, heads=HEADS)
+    assert (np.broadcast_to(batch.numpy(), case.oracle.shape) == case.oracle).all()
 
 
 @pytest.mark.parametrize("side", ["rows", "columns"])
 @pytest.mark.parametrize("case", ZOO, ids=str)
 def test_tiles(case: Case, side: Side) -> None:
     for block_m, block_n in TILES:
-        found, listed = found_classes(
+        actual, listed = found_classes(
             case.mask,
             side,
             seqlen_q=case.seqlen_q,
@@ -47,10 +47,10 @@ def test_tiles(case: Case, side: Side) -> None:
         )
         expected = brute_force(case.oracle, side, block_m, block_n, listed=listed)
         if case.exact:
-            assert (found == expected).all(), (block_m, block_n)
+            assert (actual == expected).all(), (block_m, block_n)
         else:  # no kept pair is missed, no dropped one is called full
-            assert ((found > 0) >= (expected > 0)).all(), (block_m, block_n)
-            assert ((found == 2) <= (expected == 2)).all(), (block_m, block_n)
+            assert ((actual > 0) >= (expected > 0)).all(), (block_m, block_n)
+            assert ((actual == 2) <= (expected == 2)).all(), (block_m, block_n)
 
 
 def agrees(case: Case, configs: Mapping[Kernel, TileConfig], dtype: DType) -> None:

@@ -51,9 +51,9 @@ def dense(x: Inputs, keep: torch.Tensor, scale: float) -> tuple[Gradients, torch
     lse = s.logsumexp(-1)
     p = (s - lse.masked_fill(lse == float("-inf"), 0.0)[..., None]).exp()
     out, dout = p @ v.repeat_interleave(group, 1), x.dout.double()
-    found = torch.autograd.grad(out, (q, k, v), dout)
+    grads = torch.autograd.grad(out, (q, k, v), dout)
     delta = (out * dout).sum(-1)
-    return dict(zip(RESULTS, found, strict=True)), lse.detach().float(), delta.detach().float()
+    return dict(zip(RESULTS, grads, strict=True)), lse.detach().float(), delta.detach().float()
 
 
 def gradients(
@@ -72,18 +72,18 @@ def gradients(
         for name in NAMES:
             made[name] = launch_of(render(problem, configs[name], name), mask, {}, x.q, x.k)
         given = (x.q, x.k, x.v, x.dout, lse, delta, scale)
-        found = passes.gradients(made, *given, panel_rows=1)
-    assert all(one is not None for one in found)
-    return {name: one for name, one in zip(RESULTS, found, strict=True) if one is not None}
+        grads = passes.gradients(made, *given, panel_rows=1)
+    assert all(one is not None for one in grads)
+    return {name: one for name, one in zip(RESULTS, grads, strict=True) if one is not None}
 
 
 CLOSE = {"fp32": 2e-6, "fp16": 2e-3, "bf16": 1.5e-2}
 """Error over the largest gradient of a tensor."""
 
 
-def agree(found: Gradients, expected: Gradients, dtype: str) -> None:
-    for name, one in expected.items():
-        error = (found[name].double() - one).abs().max() / one.abs().max()
+def agree(gradients: Gradients, expected: Gradients, dtype: str) -> None:
+    for name, tensor in expected.items():
+        error = (gradients[name].double() - tensor).abs().max() / tensor.abs().max()
         assert error <= CLOSE[dtype], (name, float(error))
 
 
@@ -138,10 +138,10 @@ def test_it_agrees_with_dense_attention(name: str) -> None:
     keep = keep[..., : problem.seqlen_q, : problem.seqlen_kv]
     scale = problem.head_dim_qk**-0.5
     expected, lse, delta = dense(x, keep, scale)
-    found = gradients(problem, x, lse, delta, scale, mask, length=length)
-    agree(found, expected, problem.dtype)
+    grads = gradients(problem, x, lse, delta, scale, mask, length=length)
+    agree(grads, expected, problem.dtype)
     kept = keep.expand(problem.num_heads_q, problem.seqlen_q, problem.seqlen_kv)
-    assert (found["dq"][:, ~kept.any(-1)] == 0).all()
+    assert (grads["dq"][:, ~kept.any(-1)] == 0).all()
 
 
 def test_lengths_on_the_device_and_heads_inside_rows() -> None:
@@ -163,9 +163,9 @@ def test_keys_that_do_not_exist_add_nothing(dtype: str) -> None:
     keep = torch.ones(64, 45, dtype=torch.bool)
     expected, lse, delta = dense(x, keep, 1.0)
     assert lse.max() < -150
-    found = gradients(problem, x, lse, delta, 1.0)
-    assert all(one.isfinite().all() for one in found.values())
-    error = (found["dq"].double() - expected["dq"]).abs().max()
+    grads = gradients(problem, x, lse, delta, 1.0)
+    assert all(one.isfinite().all() for one in grads.values())
+    error = (grads["dq"].double() - expected["dq"]).abs().max()
     assert error <= {"fp32": 1e-3, "fp16": 0.3}[dtype] * expected["dq"].abs().max()
 
 
@@ -196,9 +196,9 @@ def agrees(
 
 def test_verify_takes_the_family() -> None:
     problem = PARSE("b2 hq4 hkv2 q70 kv50 d64 bf16 causal")
-    found = verify(problem, backward("one_pass", length=64, stays=32))
-    assert {one.tensor for one in found} == {"out", "lse", "dq", "dk", "dv"}
-    require(found)
+    checks = verify(problem, backward("one_pass", length=64, stays=32))
+    assert {one.tensor for one in checks} == {"out", "lse", "dq", "dk", "dv"}
+    require(checks)
 
 
 @pytest.mark.parametrize("text", ["hq4 hkv1 q150 kv190 d32 fp16", "hq2 hkv2 q100 kv100 d64 fp32"])
@@ -211,8 +211,8 @@ def test_the_same_bits_for_any_number_of_threads(text: str, threads: Callable[[i
     for number in (1, 2, 3, 1):
         threads(number)
         results.append(gradients(problem, x, lse, delta, 0.2, length=32))
-    for one in results[1:]:
-        assert all(torch.equal(one[name], results[0][name]) for name in one)
+    for result in results[1:]:
+        assert all(torch.equal(result[name], results[0][name]) for name in result)
 
 
 MASKS = [
@@ -233,15 +233,15 @@ def moves_what_the_model_says(
         tiled(NAMES[0], problem, config),
         tiled(NAMES[1], problem, sums, joined=config, follows=NAMES[0]),
     )
-    for each, its in ((first, reads), (second, {})):
+    for each, state in ((first, reads), (second, {})):
         name = each.spec.name
-        launch, found = counting(render(problem, each.config, name, aligned=False))
+        launch, actual = counting(render(problem, each.config, name, aligned=False))
         bound = BoundKernel(launch, problem.mask, name, each.config)
-        made = bound.given(problem.mask, Shape.of(x.q, x.k), x.q.device, its)(*given)
+        made = bound.given(problem.mask, Shape.of(x.q, x.k), x.q.device, state)(*given)
         expected = traffic_of(each, aligned=False)
-        assert found.write_bytes == expected.write_bytes, (name, problem.key)
+        assert actual.write_bytes == expected.write_bytes, (name, problem.key)
         if not (lists and name == NAMES[0]):
-            assert found.read_bytes == expected.read_bytes, (name, problem.key)
+            assert actual.read_bytes == expected.read_bytes, (name, problem.key)
         given = (*made[2:], torch.empty_like(x.q), 0.1) if made else ()
 
 

@@ -151,11 +151,13 @@ def test_prompts_chunks_and_decoding_in_one_call(mask: Mask | None, score: Score
         length = int(lengths[i])
         pages = table[i, : -(-length // page)]
         rows = q[first:end].transpose(0, 1)
-        found = expected_of(rows, k_pages, v_pages, pages, length, mask, score)
+        actual = expected_of(rows, k_pages, v_pages, pages, length, mask, score)
         torch.testing.assert_close(
-            out[first:end].transpose(0, 1)[None].double(), found[0], atol=2e-6, rtol=2e-6
+            out[first:end].transpose(0, 1)[None].double(), actual[0], atol=2e-6, rtol=2e-6
         )
-        torch.testing.assert_close(lse[:, first:end][None].double(), found[1], atol=2e-6, rtol=2e-6)
+        torch.testing.assert_close(
+            lse[:, first:end][None].double(), actual[1], atol=2e-6, rtol=2e-6
+        )
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND", "one tensor", "fused"])
@@ -187,8 +189,8 @@ def test_out_is_written_in_place() -> None:
     for width in (32, 33):  # rows at multiples of 16 bytes, and not
         whole = torch.full((6, 4, width), 7.0).half()
         out = whole[:5, :, :32]
-        found = tilegen.attention_paged(q, k_pages, v_pages, table, lengths, **packed, out=out)
-        assert found is out
+        ours = tilegen.attention_paged(q, k_pages, v_pages, table, lengths, **packed, out=out)
+        assert ours is out
         assert torch.equal(out, plain)
         assert (whole[5:] == 7).all()
         assert (whole[..., 32:] == 7).all()
@@ -317,8 +319,8 @@ def test_copies_are_made_anew_on_each_call(layout: str, score: Score | None) -> 
         assert out.data_ptr() == wide.data_ptr()
         assert (wide[..., 16:] == 7).all()
         for i, length in enumerate(lengths.tolist()):
-            found = out[i], lse[i]
+            actual = out[i], lse[i]
             of_request = q[i], k_pages, v_pages, table[i, ::2], length
             expected = expected_of(*of_request, BOTTOM, score)
-            for one, other in zip(found, expected, strict=True):
-                torch.testing.assert_close(one, other[0].float(), rtol=1e-5, atol=1e-5)
+            for left, other in zip(actual, expected, strict=True):
+                torch.testing.assert_close(left, other[0].float(), rtol=1e-5, atol=1e-5)

@@ -20,6 +20,6 @@ def test_prompts_in_chunks_and_drafts_that_are_verified(chunk: int, drafts: int)
 def test_trees_of_drafts_that_are_verified() -> None:
     model = Decoder()
     expected = [dense(model, one, 8) for one in PROMPTS]
-    found, steps = served_by_trees(model, PROMPTS, 8)
-    assert found == expected
+    actual, steps = served_by_trees(model, PROMPTS, 8)
+    assert actual == expected
     assert steps <= 5, "drafts of a tree are taken over"

@@ -64,7 +64,7 @@ def gradients_agree(
         loss = (out * x.dout.to(out.dtype)).sum().to(kept.dtype) + weighted
         return [out, lse, *torch.autograd.grad(loss, wanted)]
 
-    found, expected, own = results(None), results(torch.float64), results(x.q.dtype)
+    checks, expected, own = results(None), results(torch.float64), results(x.q.dtype)
     names = ["out", "lse", *(f"leaf {i}" for i in range(len(leaves))), "dq", "dk", "dv"]
     wide = [t.detach().to(torch.float64).requires_grad_() for t in leaves]
     floors = rounding_floors(
@@ -78,10 +78,10 @@ def gradients_agree(
     require(
         tuple(
             judge(name, a.detach(), b.detach(), [c.detach()], floors[name])
-            for name, a, b, c in zip(names, found, expected, own, strict=False)
+            for name, a, b, c in zip(names, checks, expected, own, strict=False)
         )
     )
-    return found[2 : 2 + len(leaves)]
+    return checks[2 : 2 + len(leaves)]
 
 
 def of(function: Callable[..., Any]) -> Callable[[list[torch.Tensor]], Score]:
@@ -130,11 +130,11 @@ def test_gradients_of_what_a_score_reads(name: str) -> None:
         sliding_window(20, 3),
     ]
     text = f"b{BATCH} hq{HEADS} hkv1 q70 kv70 d16 {dtype} full"
-    for found, leaf in zip(
+    for actual, leaf in zip(
         gradients_agree(leaves, made, text, masks[at % len(masks)]), leaves, strict=True
     ):
-        assert found.dtype == leaf.dtype
-        assert found.abs().max() > 1e-4
+        assert actual.dtype == leaf.dtype
+        assert actual.abs().max() > 1e-4
 
 
 def test_half_precision_tables_get_half_precision_gradients() -> None:
@@ -153,11 +153,11 @@ def test_one_of_two_tables_is_wanted() -> None:
     made = score(lambda s, b, h, q, k: s + first[h] * second[k])
     x = make_inputs(AttentionProblem.parse("b1 hq2 hkv1 q40 kv40 d16 fp32 full"))
     for wanted in (first, second):
-        found, expected = (
+        grads, expected = (
             torch.autograd.grad(attend(x.q, x.k, x.v, score=made)[0].square().sum(), wanted)[0]
             for attend in (lambda *a, **o: (tilegen.attention(*a, **o),), attention_reference)
         )
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(grads, expected, atol=1e-5, rtol=1e-4)
     with torch.no_grad():
         out = tilegen.attention(x.q, x.k, x.v, score=made)
     assert not out.requires_grad

@@ -185,9 +185,9 @@ def test_length_no_multiple_of_128_with_a_score_and_a_mask(length: int) -> None:
         "mask": causal() & documents(ids),
         "score": score(lambda s, b, h, q, k: s + (q - k) * 0.1),
     }
-    found = tilegen.attention(x.q, x.k, x.v, **options)
+    out = tilegen.attention(x.q, x.k, x.v, **options)
     expected, _ = attention_reference(x.q, x.k, x.v, **options)
-    torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.any_triton
@@ -210,9 +210,9 @@ def test_nothing_is_read_beyond_a_captured_tensor() -> None:
         score(lambda s, b, h, q, k: s + short[k] + short[q - 20] + by_head[h]),
         relative_bias(guarded(HEADS, 9)),
     ):
-        found = tilegen.attention(x.q, x.k, x.v, score=made)
+        out = tilegen.attention(x.q, x.k, x.v, score=made)
         expected, _ = attention_reference(x.q, x.k, x.v, score=made)
-        torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
 
 
 def test_what_a_score_reads_may_change_between_calls() -> None:
@@ -220,6 +220,6 @@ def test_what_a_score_reads_may_change_between_calls() -> None:
     x = make_inputs(AttentionProblem.parse("b1 hq2 hkv1 q40 kv40 d16 fp32 full"))
     for seed in range(2):
         made = relative_bias(random(HEADS, 21, seed=seed))
-        found = tilegen.attention(x.q, x.k, x.v, score=made)
+        out = tilegen.attention(x.q, x.k, x.v, score=made)
         expected, _ = attention_reference(x.q, x.k, x.v, score=made)
-        torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)

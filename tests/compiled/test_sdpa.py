@@ -14,16 +14,16 @@ def inputs(heads_kv: int = 4) -> list[torch.Tensor]:
 
 
 def compare(given: list[torch.Tensor], mask: torch.Tensor | None, **options: bool) -> None:
-    found = tilegen.scaled_dot_product_attention(*given, mask, **options)
+    out = tilegen.scaled_dot_product_attention(*given, mask, **options)
     expected = of_torch(*given, mask, **options)
     trained = [*given, *([mask] if mask is not None and mask.requires_grad else [])]
-    weights = torch.linspace(-1, 1, found.numel()).reshape(found.shape)
-    for one, other in zip(
-        (found, *torch.autograd.grad(found, trained, weights)),
+    weights = torch.linspace(-1, 1, out.numel()).reshape(out.shape)
+    for left, other in zip(
+        (out, *torch.autograd.grad(out, trained, weights)),
         (expected, *torch.autograd.grad(expected, trained, weights)),
         strict=True,
     ):
-        torch.testing.assert_close(one, other, atol=3e-5, rtol=3e-5)
+        torch.testing.assert_close(left, other, atol=3e-5, rtol=3e-5)
 
 
 def test_causal_starts_at_the_top_left() -> None:
@@ -56,6 +56,6 @@ def test_what_is_left_nothing_is_zero(rows: int) -> None:
     q, k, v = inputs()
     out = tilegen.scaled_dot_product_attention(q, k, v, keep)
     gradients = torch.autograd.grad(out.sum(), (q, k, v))
-    for one in (out, *gradients):
-        assert not one[1].any()
-        assert one[0].any()
+    for tensor in (out, *gradients):
+        assert not tensor[1].any()
+        assert tensor[0].any()

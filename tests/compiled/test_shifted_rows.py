@@ -64,14 +64,14 @@ def agrees(
     problem = replace(problem, score=score.form, page=page)
     inputs: Inputs = make_inputs(problem)
     kernels = {kernel: render(problem, config, kernel) for kernel, config in configs.items()}
-    found: Mapping[str, Any] = run(kernels, inputs, DIM**-0.5, score=score)
+    by_name: Mapping[str, Any] = run(kernels, inputs, DIM**-0.5, score=score)
     given = (inputs.q, inputs.k, inputs.v, inputs.dout)
     judged = expected(*given, bias=made.detach(), sink=sink)
     judged["dt0"] = judged.pop("d_bias")
     close = {"fp32": 2e-5, "fp16": 6e-3, "bf16": 4e-2}[dtype]
-    for result in judged.keys() & found.keys():
+    for result in judged.keys() & by_name.keys():
         torch.testing.assert_close(
-            found[result].double(),
+            by_name[result].double(),
             judged[result],
             atol=close,
             rtol=close if result != "lse" else 1e-6,
@@ -111,12 +111,14 @@ def test_a_second_number_of_each_row_is_counted(family: str) -> None:
         passes.gradients(launches, x.q, x.k, x.v, x.dout, lse, rows, 0.1, panel_rows=1 << 20)
     width = configs["fwd_scores"].block_n if "fwd_scores" in configs else 0
     for name, config in configs.items():
-        before = next((one for one in BEFORE.get(name, ()) if one in configs), "")
-        one = tiled(name, problem, config, joined=configs.get(before), follows=before)
-        expected = traffic_of(one, score_width=width or config.block_n)
+        before = next(
+            (tiled_kernel for tiled_kernel in BEFORE.get(name, ()) if tiled_kernel in configs), ""
+        )
+        tiled_kernel = tiled(name, problem, config, joined=configs.get(before), follows=before)
+        expected = traffic_of(tiled_kernel, score_width=width or config.block_n)
         if name != "bwd_preprocess":
-            found = moved[name].read_bytes, moved[name].write_bytes
-            assert found == (expected.read_bytes, expected.write_bytes), name
+            actual = moved[name].read_bytes, moved[name].write_bytes
+            assert actual == (expected.read_bytes, expected.write_bytes), name
 
 
 @pytest.mark.parametrize("name", SHIFTS)
@@ -131,10 +133,10 @@ def test_calls_differentiate_shifted_rows(name: str) -> None:
     out, lse = tilegen.attention(*leaves[:3], score=bias(leaves[3]), return_lse=True)
     assert lse.shape == (1, 2, ROWS)
     assert lse.is_contiguous()
-    found = (out, lse, *torch.autograd.grad(out, leaves, dout, retain_graph=True))
-    for (result, one), ours in zip(judged.items(), found, strict=True):
+    grads = (out, lse, *torch.autograd.grad(out, leaves, dout, retain_graph=True))
+    for (result, item), ours in zip(judged.items(), grads, strict=True):
         torch.testing.assert_close(
-            *(ours.double(), one),
+            *(ours.double(), item),
             atol=2e-5,
             rtol=2e-5,
             msg=lambda text, result=result: f"{result}: {text}",

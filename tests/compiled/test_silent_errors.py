@@ -256,8 +256,8 @@ def test_gradients_of_keys_that_are_not_contiguous(mask: Mask) -> None:
         ours = tilegen.attention(expected_q, leaf, expected_v, mask=mask)
         torch.testing.assert_close(ours, out, atol=2e-5, rtol=2e-5)
         gradients = torch.autograd.grad(ours, (expected_q, leaf, expected_v), x.dout)
-        for one, other in zip(gradients, expected, strict=True):
-            torch.testing.assert_close(one, other, atol=2e-5, rtol=2e-5)
+        for left, other in zip(gradients, expected, strict=True):
+            torch.testing.assert_close(left, other, atol=2e-5, rtol=2e-5)
 
 
 def test_lists_follow_a_layout_that_is_changed_in_place() -> None:

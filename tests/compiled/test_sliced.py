@@ -111,12 +111,12 @@ def test_panels_of_every_size_give_the_same(text: str) -> None:
 def test_rows_with_nothing_kept_are_exactly_empty() -> None:
     problem = AttentionProblem.parse("b1 hq2 hkv1 q100 kv40 d32 bf16 causal(bottom_right)")
     kernels = {k: render(problem, c, k) for k, c in sliced.SMALL_CACHE.items()}
-    found = run(kernels, make_inputs(problem), 0.2)
+    outputs = run(kernels, make_inputs(problem), 0.2)
     empty = slice(0, 60)
-    assert (found["out"][:, :, empty] == 0).all()
-    assert (found["lse"][:, :, empty] == float("-inf")).all()
-    assert (found["dq"][:, :, empty] == 0).all()
-    assert all(tensor.isfinite().all() for name, tensor in found.items() if name != "lse")
+    assert (outputs["out"][:, :, empty] == 0).all()
+    assert (outputs["lse"][:, :, empty] == float("-inf")).all()
+    assert (outputs["dq"][:, :, empty] == 0).all()
+    assert all(tensor.isfinite().all() for name, tensor in outputs.items() if name != "lse")
 
 
 def test_what_was_never_written_is_never_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,8 +135,8 @@ def test_what_was_never_written_is_never_used(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(new_empty))
     monkeypatch.setattr(torch, "empty", poisoned(empty))
-    found = run(kernels, make_inputs(problem), 0.2)
-    assert all(tensor.isfinite().all() for tensor in found.values())
+    outputs = run(kernels, make_inputs(problem), 0.2)
+    assert all(tensor.isfinite().all() for tensor in outputs.values())
 
 
 def counted(
@@ -164,7 +164,7 @@ def test_counted_bytes_equal_the_formula(mask: str) -> None:
     for shape in shapes:
         problem = AttentionProblem.parse(f"b1 {shape} fp16 {mask}")
         for panel_rows in (1, 1 << 20):
-            found = counted(problem, configs, aligned=aligned, panel_rows=panel_rows)
+            actual = counted(problem, configs, aligned=aligned, panel_rows=panel_rows)
             for kernel, config in configs.items():
                 expected = traffic_of(
                     tiled(kernel, problem, config),
@@ -172,7 +172,7 @@ def test_counted_bytes_equal_the_formula(mask: str) -> None:
                     panel_rows=panel_rows,
                     score_width=configs["fwd_scores"].block_n,
                 )
-                assert found[kernel] == (expected.read_bytes, expected.write_bytes), kernel
+                assert actual[kernel] == (expected.read_bytes, expected.write_bytes), kernel
         streamed = counted(problem, sliced.STREAMED, aligned=aligned, panel_rows=1)
         expected = traffic_of(tiled("fwd_streamed", problem, sliced.STREAMED["fwd_streamed"]))
         assert streamed["fwd_streamed"] == (expected.read_bytes, expected.write_bytes)

@@ -124,13 +124,13 @@ def test_rows_and_columns_with_nothing_kept_get_exactly_nothing() -> None:
     """All splits of theirs are empty: sums of nothing, whatever lies in the partial results."""
     problem = AttentionProblem.parse("b1 hq2 hkv1 q100 kv40 d32 bf16 causal(bottom_right)")
     configs = backward("split_backward")
-    found = run(rendered(problem, configs), make_inputs(problem), 0.2)
-    assert (found["dq"][:, :, :60] == 0).all()
-    assert all(tensor.isfinite().all() for name, tensor in found.items() if name != "lse")
+    outputs = run(rendered(problem, configs), make_inputs(problem), 0.2)
+    assert (outputs["dq"][:, :, :60] == 0).all()
+    assert all(tensor.isfinite().all() for name, tensor in outputs.items() if name != "lse")
     problem = replace(problem, seqlen_q=40, seqlen_kv=100, mask=causal())
-    found = run(rendered(problem, configs), make_inputs(problem), 0.2)
-    assert (found["dk"][:, :, 40:] == 0).all()
-    assert (found["dv"][:, :, 40:] == 0).all()
+    outputs = run(rendered(problem, configs), make_inputs(problem), 0.2)
+    assert (outputs["dk"][:, :, 40:] == 0).all()
+    assert (outputs["dv"][:, :, 40:] == 0).all()
 
 
 def rendered(problem: AttentionProblem, configs: Mapping[Kernel, TileConfig]) -> dict[Kernel, Any]:
@@ -167,16 +167,16 @@ def moves_what_the_model_says(
         given: tuple[Any, ...] = inputs
         for name in (f"bwd_{result}_split", f"bwd_{result}_sum"):
             config = configs[name]
-            launch, found = counting(render(problem, config, name, aligned=False))
+            launch, actual = counting(render(problem, config, name, aligned=False))
             bound = BoundKernel(launch, problem.mask, name, config)
-            its = reads if KERNELS[name].drops else {}
-            launch = bound.given(problem.mask, Shape.of(x.q, x.k), x.q.device, its)
+            state = reads if KERNELS[name].drops else {}
+            launch = bound.given(problem.mask, Shape.of(x.q, x.k), x.q.device, state)
             made = launch(*given)
             before = configs[f"bwd_{result}_split"]
             expected = traffic_of(tiled(name, problem, config, joined=before), aligned=False)
-            assert found.write_bytes == expected.write_bytes, (name, problem.key)
+            assert actual.write_bytes == expected.write_bytes, (name, problem.key)
             if not (lists and name.endswith("split")):
-                assert found.read_bytes == expected.read_bytes, (name, problem.key)
+                assert actual.read_bytes == expected.read_bytes, (name, problem.key)
             made = made if isinstance(made, tuple) else (made,)
             given = (*made, *(torch.empty_like(one) for one in made_of), 0.1)
 
@@ -194,8 +194,8 @@ def test_bytes_of_lists_and_of_heads_that_differ() -> None:
     """Where heads visit different tiles, no program of dK and dV is left out."""
     problem = AttentionProblem.parse("b1 hq4 hkv2 q100 kv100 d16/32 fp16 full")
     for mask in (parse_mask("dilated(3)"), block_sparse(BY_HEAD, 16)):
-        one = replace(problem, mask=mask)
-        moves_what_the_model_says(one, backward("split_backward"), lists=True)
+        changed = replace(problem, mask=mask)
+        moves_what_the_model_says(changed, backward("split_backward"), lists=True)
 
 
 def test_bytes_of_seeds_are_those_of_splits_that_are_visited() -> None:
@@ -207,6 +207,6 @@ def test_bytes_of_seeds_are_those_of_splits_that_are_visited() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_verify_takes_the_families(family: str) -> None:
     problem = AttentionProblem.parse("b2 hq4 hkv2 q70 kv50 d64 bf16 causal score(tanh(s/5)*5)")
-    found = verify(problem, backward(family, length=64, stays=32))
-    assert {one.tensor for one in found} == {"out", "lse", "dq", "dk", "dv"}
-    require(found)
+    checks = verify(problem, backward(family, length=64, stays=32))
+    assert {one.tensor for one in checks} == {"out", "lse", "dq", "dk", "dv"}
+    require(checks)

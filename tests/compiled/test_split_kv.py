@@ -122,10 +122,10 @@ def test_lengths_on_the_device() -> None:
 def test_rows_with_nothing_kept_are_exactly_empty() -> None:
     problem = AttentionProblem.parse("b1 hq2 hkv1 q100 kv40 d32 bf16 causal(bottom_right)")
     kernels = {name: render(problem, one, name) for name, one in splits(problem).items()}
-    found = run(kernels, make_inputs(problem), 0.2)
-    assert (found["out"][:, :, :60] == 0).all()
-    assert (found["lse"][:, :, :60] == float("-inf")).all()
-    assert found["out"].isfinite().all()
+    outputs = run(kernels, make_inputs(problem), 0.2)
+    assert (outputs["out"][:, :, :60] == 0).all()
+    assert (outputs["lse"][:, :, :60] == float("-inf")).all()
+    assert outputs["out"].isfinite().all()
 
 
 def test_keys_beyond_the_length_are_not_read() -> None:
@@ -156,13 +156,13 @@ def test_bytes_are_what_the_model_says(mask: str) -> None:
         out, lse = torch.empty(*x.q.shape[:3], 32, dtype=x.q.dtype), torch.empty(x.q.shape[:3])
         given: tuple[Any, ...] = (x.q, x.k, x.v, 0.1)
         for name, config in configs.items():
-            launch, found = counting(render(problem, config, name, aligned=False))
+            launch, actual = counting(render(problem, config, name, aligned=False))
             made = launch(*given)
             given = (*(made or ()), out, lse)
             expected = traffic_of(
                 tiled(name, problem, config, joined=configs[NAMES[0]]), aligned=False
             )
-            counted = found.read_bytes, found.write_bytes
+            counted = actual.read_bytes, actual.write_bytes
             assert counted == (expected.read_bytes, expected.write_bytes), (name, lengths)
 
 
@@ -172,12 +172,12 @@ def test_splits_of_lists_are_counted_as_they_are_visited() -> None:
         problem = AttentionProblem.parse(f"b1 hq4 hkv2 q100 kv100 d16/32 fp16 {mask}")
         config = splits(problem)[NAMES[0]]
         x = make_inputs(problem)
-        counted, found = counting(render(problem, config, NAMES[0], aligned=False))
+        counted, actual = counting(render(problem, config, NAMES[0], aligned=False))
         bound = BoundKernel(counted, problem.mask, NAMES[0], config)
         launch = bound.given(problem.mask, Shape.of(x.q, x.k), x.q.device)
         launch(x.q, x.k, x.v, 0.1)
         assert (
-            found.write_bytes
+            actual.write_bytes
             == traffic_of(tiled(NAMES[0], problem, config), aligned=False).write_bytes
         )
 

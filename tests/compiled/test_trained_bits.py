@@ -72,14 +72,14 @@ def _expected(name: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", FORMS)
 def test_trained_gradients_have_the_same_bits_for_any_threads(name: str) -> None:
-    found: list[torch.Tensor] = []
+    results: list[torch.Tensor] = []
     for threads in (1, 2, 3, 2, 3):
         torch.set_num_threads(threads)
-        found.append(_gradient(name))
-    assert all(torch.equal(one, found[0]) for one in found)
+        results.append(_gradient(name))
+    assert all(torch.equal(one, results[0]) for one in results)
     expected = _expected(name)
     largest = expected.abs().max().item()
-    torch.testing.assert_close(found[0].double(), expected, rtol=1e-5, atol=1e-5 * largest)
+    torch.testing.assert_close(results[0].double(), expected, rtol=1e-5, atol=1e-5 * largest)
 
 
 def test_trained_gradients_from_several_python_threads() -> None:

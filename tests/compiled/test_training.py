@@ -77,8 +77,8 @@ def test_deterministic_training_repeats_bit_for_bit() -> None:
     case = replace(_case("documents", "bf16"), batch=2)
     first, second = (Training(case, "tilegen", "cpu", deterministic=True) for _ in range(2))
     assert first.steps(8) == second.steps(8)
-    for one, other in zip(first.model.parameters(), second.model.parameters(), strict=True):
-        assert torch.equal(one, other)
+    for left, other in zip(first.model.parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(left, other)
 
 
 def test_a_seed_drops_the_same_weights_again() -> None:

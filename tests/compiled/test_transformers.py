@@ -27,26 +27,26 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def test_logits_and_gradients_are_those_of_eager_attention(case: str) -> None:
     name, given = CASES[case]
     is_token = given.get("attention_mask", torch.ones(2, 7)).bool()
-    found: list[list[torch.Tensor]] = []
+    results: list[list[torch.Tensor]] = []
     for attention in ("eager", "tilegen"):
         model = DECODERS[name].make(attention)
         logits = model(**inputs(name, tokens=7), **given).logits[is_token]
         logits.square().mean().backward()
         gradients = [one.grad for one in model.parameters() if one.grad is not None]
-        found.append([logits.detach(), torch.cat([one.flatten() for one in gradients])])
-    for theirs, ours in zip(*found, strict=True):
+        results.append([logits.detach(), torch.cat([one.flatten() for one in gradients])])
+    for theirs, ours in zip(*results, strict=True):
         assert (ours - theirs).abs().max() <= TOLERANCE * theirs.abs().max()
 
 
 def test_steps_with_a_static_cache() -> None:
     """Offsets are numbers that kernels read; rows before the first token see nothing."""
     ids = inputs("gemma3", tokens=8)["input_ids"]
-    found: list[torch.Tensor] = []
+    results: list[torch.Tensor] = []
     for attention in ("eager", "tilegen"):
         model = DECODERS["gemma3"].make(attention)
         cache = transformers.StaticCache(config=model.config, max_cache_len=12)
         with torch.no_grad():
             parts = ids.split([5, 2, 1], 1)
             logits = [model(input_ids=one, past_key_values=cache).logits for one in parts]
-        found.append(torch.cat(logits, 1))
-    assert (found[1] - found[0]).abs().max() <= TOLERANCE * found[0].abs().max()
+        results.append(torch.cat(logits, 1))
+    assert (results[1] - results[0]).abs().max() <= TOLERANCE * results[0].abs().max()

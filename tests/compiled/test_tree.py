@@ -1,5 +1,5 @@
 """Trees of drafted tokens in emitted kernels: right in dense and paged calls, for any lengths of
-requests, and reading no table for what lies before the tree."""
+requests, and reading no table for keys before the tree."""
 
 from __future__ import annotations
 
@@ -43,9 +43,11 @@ def problem_of(lengths: str, mask: Mask, heads: str = "b2 hq6 hkv2") -> Attentio
 def bound(
     problem: AttentionProblem, config: TileConfig, kernel: Kernel, mask: Mask
 ) -> tuple[Any, Traffic]:
-    launch, found = counting(render(problem, config, kernel, aligned=False))
-    one = BoundKernel(launch, problem.mask, kernel, config)
-    return one.given(mask, Shape(*problem.shape.by_axis.values()), torch.device("cpu")), found
+    launch, actual = counting(render(problem, config, kernel, aligned=False))
+    bound_kernel = BoundKernel(launch, problem.mask, kernel, config)
+    return bound_kernel.given(
+        mask, Shape(*problem.shape.by_axis.values()), torch.device("cpu")
+    ), actual
 
 
 @pytest.mark.parametrize("window", [None, (60, -1)])
@@ -60,10 +62,13 @@ def test_bytes_are_what_the_model_says(kernel: Kernel, window: tuple[int, int] |
         config = splits(problem)[NAMES[0]] if kernel == "fwd_split" else TILE
         x, rows = make_inputs(problem), torch.zeros(2, 6, WIDTH)
         backward = (x.dout, rows, rows) if kernel.startswith("bwd") else ()
-        launch, found = bound(problem, config, kernel, mask)
+        launch, actual = bound(problem, config, kernel, mask)
         launch(x.q, x.k, x.v, *backward, 0.1)
         expected = traffic_of(tiled(kernel, problem, config), aligned=False)
-        assert (found.read_bytes, found.write_bytes) == (expected.read_bytes, expected.write_bytes)
+        assert (actual.read_bytes, actual.write_bytes) == (
+            expected.read_bytes,
+            expected.write_bytes,
+        )
 
 
 @pytest.mark.parametrize("page", [8, 64])
@@ -100,16 +105,16 @@ def test_a_dense_call_with_gradients(score: Score | None) -> None:
     k[1, :, 33:], v[1, :, 33:] = 1e4, 1e4  # what no request has
     given = [x.requires_grad_() for x in (q, k, v)]
     out, lse = tilegen.attention(*given, mask=mask, score=score, return_lse=True)
-    found = torch.autograd.grad(out.sin().sum() + lse.sum(), given)
+    gradients = torch.autograd.grad(out.sin().sum() + lse.sum(), given)
     for i, length in enumerate(lengths):
-        one = [x[i : i + 1, :, : length if x is not q else None].detach() for x in given]
-        one = [x.double().requires_grad_() for x in one]
-        keys, values = one[1:]
-        expected = expected_dense(one[0], keys, values, score)
+        results = [x[i : i + 1, :, : length if x is not q else None].detach() for x in given]
+        results = [x.double().requires_grad_() for x in results]
+        keys, values = results[1:]
+        expected = expected_dense(results[0], keys, values, score)
         torch.testing.assert_close(out[i].double(), expected[0][0], atol=2e-6, rtol=2e-6)
         torch.testing.assert_close(lse[i].double(), expected[1][0], atol=2e-6, rtol=2e-6)
-        grads = torch.autograd.grad(expected[0].sin().sum() + expected[1].sum(), one)
-        for mine, other in zip(found, grads, strict=True):
+        grads = torch.autograd.grad(expected[0].sin().sum() + expected[1].sum(), results)
+        for mine, other in zip(gradients, grads, strict=True):
             rows = mine[i, :, : other.shape[2]].double()
             torch.testing.assert_close(rows, other[0], atol=2e-5, rtol=2e-5)
             assert not mine[i, :, other.shape[2] :].any()
@@ -180,11 +185,13 @@ def test_pages_of_requests_of_any_lengths(
         length = int(lengths[i])
         keep = torch.ones(end - first, length, dtype=torch.bool)
         keep[:, length - (end - first) :] = tables[i, : end - first, : end - first]
-        found = expected_of(
+        actual = expected_of(
             *(q[first:end].transpose(0, 1), k_pages, v_pages, table[i, : -(-length // page)]),
             *(length, masked(tilegen.from_bool(keep)), score),
         )
         torch.testing.assert_close(
-            out[first:end].transpose(0, 1)[None].double(), found[0], atol=1e-5, rtol=1e-5
+            out[first:end].transpose(0, 1)[None].double(), actual[0], atol=1e-5, rtol=1e-5
         )
-        torch.testing.assert_close(lse[:, first:end][None].double(), found[1], atol=2e-6, rtol=2e-6)
+        torch.testing.assert_close(
+            lse[:, first:end][None].double(), actual[1], atol=2e-6, rtol=2e-6
+        )

@@ -51,8 +51,8 @@ def chosen() -> dict[str, tuple[TileConfig, str]]:
 def preferring(config: TileConfig) -> Callable[..., list[tuple[float, float]]]:
     """Replace times: a config takes half the time of the one in hand, others twice its time."""
 
-    def pairs(one: Callable[[], object], other: Callable[[], object], **_: object) -> object:
-        one()
+    def pairs(function: Callable[[], object], other: Callable[[], object], **_: object) -> object:
+        function()
         other()
         return [(1e-3, 5e-4 if getattr(other, "config", None) == config else 2e-3)] * 9
 

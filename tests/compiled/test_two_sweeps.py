@@ -35,9 +35,9 @@ def test_it_is_right_and_moves_what_its_record_says(mask: str) -> None:
     require(verify(problem, {NAME: CONFIG}))
     assert check_config(problem, NAME, CONFIG) is None
     x = make_inputs(problem)
-    found = moved_by(render(problem, CONFIG, NAME, aligned=False), x.q, x.k, x.v, 0.1)
+    actual = moved_by(render(problem, CONFIG, NAME, aligned=False), x.q, x.k, x.v, 0.1)
     expected = traffic_of(tiled(NAME, problem, CONFIG))
-    assert found == (expected.read_bytes, expected.write_bytes)
+    assert actual == (expected.read_bytes, expected.write_bytes)
 
 
 def test_it_is_right_where_tiles_are_listed() -> None:

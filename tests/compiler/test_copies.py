@@ -38,14 +38,14 @@ def test_scattered_additions_have_the_same_bits_for_any_threads(places: int) -> 
     """Few places and many, for as many copies as there may be, for few and for two of them."""
     value, index = _scattered(places)
     start = _random(places, seed=3)
-    found: list[torch.Tensor] = []
+    results: list[torch.Tensor] = []
     for threads in (1, 2, 3, 2, 3):
         torch.set_num_threads(threads)
-        found.append(start.clone())
-        launch(kernels.scatter_add, (157,), value, index, found[-1], 5000, 32)
-    assert all(torch.equal(one, found[0]) for one in found)
+        results.append(start.clone())
+        launch(kernels.scatter_add, (157,), value, index, results[-1], 5000, 32)
+    assert all(torch.equal(one, results[0]) for one in results)
     expected = start.double().index_add(0, index, value.double())
-    torch.testing.assert_close(found[0].double(), expected, rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(results[0].double(), expected, rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -54,18 +54,18 @@ def test_rows_are_added_as_vectors_under_masks(name: str) -> None:
     programs, rows, columns = 40, 16, 32
     x = _random(programs, rows, columns)
     for m, n in ((18, 32), (18, 19), (7, 1)):
-        found: list[tuple[torch.Tensor, torch.Tensor]] = []
+        results: list[tuple[torch.Tensor, torch.Tensor]] = []
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            found.append((torch.zeros(m, n), torch.zeros(m)))
-            given = x, *found[-1], n, m, rows, columns
+            results.append((torch.zeros(m, n), torch.zeros(m)))
+            given = x, *results[-1], n, m, rows, columns
             launch(kernels.add_rows, (programs,), *given, target=target)
         whole = torch.zeros(rows + 2, columns, dtype=torch.float64)
         for i in range(programs):
             whole[i % 3 : i % 3 + rows] += x[i]
-        for out, sums in found:
-            assert torch.equal(out, found[0][0])
-            assert torch.equal(sums, found[0][1])
+        for out, sums in results:
+            assert torch.equal(out, results[0][0])
+            assert torch.equal(sums, results[0][1])
             torch.testing.assert_close(out.double(), whole[:m, :n], rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(sums.double(), whole.sum(1)[:m], rtol=1e-5, atol=1e-4)
 

@@ -36,13 +36,13 @@ def test_functions_of_fp32(what: str, target: Target) -> None:
     """Within 2 units in the last place of the fp64 value; NaN and infinities exactly."""
     x = _inputs()
     expected = getattr(torch, what)(x.double())
-    found = _unary(x, what, target, torch.float32).double()
+    actual = _unary(x, what, target, torch.float32).double()
     rounded = expected.float().double()
-    assert torch.equal(found.isnan(), rounded.isnan())
-    finite = rounded.isfinite() & found.isfinite()
-    assert torch.equal(found[~finite & ~found.isnan()], rounded[~finite & ~found.isnan()])
+    assert torch.equal(actual.isnan(), rounded.isnan())
+    finite = rounded.isfinite() & actual.isfinite()
+    assert torch.equal(actual[~finite & ~actual.isnan()], rounded[~finite & ~actual.isnan()])
     unit = torch.where(rounded == 0, 0, rounded).abs().clamp_min(2.0**-126) * 2.0**-23
-    worst = ((found - expected)[finite].abs() / unit[finite]).max()
+    worst = ((actual - expected)[finite].abs() / unit[finite]).max()
     assert worst <= 2.0, f"{float(worst):.2f} units in the last place"
 
 
@@ -78,12 +78,12 @@ def test_constants_are_numbers_of_their_type(
     assert _same_bits(out, torch.full_like(out, value).to(dtype).float())
 
 
-def _same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
+def _same_bits(tensor: torch.Tensor, expected: torch.Tensor) -> bool:
     """Compare bits, but for the payload of NaN."""
-    whole = {2: torch.int16, 4: torch.int32}[found.element_size()]
+    whole = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
     nan = expected.isnan()
-    same = torch.equal(found.view(whole)[~nan], expected.view(whole)[~nan])
-    return same and torch.equal(found.isnan(), nan)
+    same = torch.equal(tensor.view(whole)[~nan], expected.view(whole)[~nan])
+    return same and torch.equal(tensor.isnan(), nan)
 
 
 @pytest.mark.parametrize("what", ["max", "max_nan", "min", "min_nan"])
@@ -128,6 +128,6 @@ def _expected(what: str, a: int, b: int, dtype: torch.dtype) -> int:
 
 def test_floats_to_integers_saturate(target: Target) -> None:
     x = torch.tensor([0.0, 1.9, -1.9, 2.0**31, -(2.0**31), 1e30, -1e30, math.inf, math.nan])
-    found = _unary(x, "int", target, torch.int32).tolist()
+    actual = _unary(x, "int", target, torch.int32).tolist()
     limits = 2**31 - 1, -(2**31)
-    assert found == [0, 1, -1, limits[0], limits[1], limits[0], limits[1], limits[0], 0]
+    assert actual == [0, 1, -1, limits[0], limits[1], limits[0], limits[1], limits[0], 0]

@@ -147,11 +147,11 @@ def test_set_num_threads_holds_for_launches(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_launches_inside_of_parallel_work() -> None:
     """OpenMP gives nested work one thread, which takes all programs."""
-    expected, found = _forward(300, 300)[0], []
+    expected, results = _forward(300, 300)[0], []
 
     @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
     def work(_: int) -> None:
-        found.append(_forward(300, 300)[0])
+        results.append(_forward(300, 300)[0])
 
     address = threads.parallel()
     if address is None:
@@ -159,8 +159,8 @@ def test_launches_inside_of_parallel_work() -> None:
     kinds = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint32
     start = ctypes.CFUNCTYPE(None, *kinds)(address)
     start(ctypes.cast(work, ctypes.c_void_p), None, 2, 0)
-    assert len(found) == 2
-    assert all(torch.equal(one, expected) for one in found)
+    assert len(results) == 2
+    assert all(torch.equal(one, expected) for one in results)
 
 
 @pytest.fixture(params=WAYS)
@@ -260,7 +260,7 @@ def test_a_helper_that_comes_late_does_nothing(monkeypatch: pytest.MonkeyPatch) 
     calls: list[int] = []
     monkeypatch.setattr(threads, "_pool", Pool)
     threads.by_pool(calls.append, 5, 4)
-    for one in late:
-        one()
+    for helper in late:
+        helper()
     assert calls == [5]
     assert len(late) == 2

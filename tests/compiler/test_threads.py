@@ -100,11 +100,11 @@ def test_scratch_grows_and_belongs_to_a_python_thread() -> None:
     first = threads.scratch(100)
     assert first % 64 == 0
     assert threads.scratch(50) == first
-    found: list[int] = []
-    other = threading.Thread(target=lambda: found.append(threads.scratch(100)))
+    results: list[int] = []
+    other = threading.Thread(target=lambda: results.append(threads.scratch(100)))
     other.start()
     other.join()
-    assert found[0] != first
+    assert results[0] != first
     assert threads.scratch(1 << 20) % 64 == 0
 
 

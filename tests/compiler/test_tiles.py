@@ -62,9 +62,9 @@ def test_products_that_are_added_to_memory(how: str, target: Target) -> None:
     out = memory.clone()
     launch(kernels.added_to_memory, (1,), a, b, out, n, how, size, target=target)
     expected = memory.double()
-    its = expected[: size * 40].view(size, 40)[:, :32]
-    its = its.T if how == "transposed" else its
-    product, before, there = a.double() @ b.double(), its.clone(), torch.arange(size) < n
+    block = expected[: size * 40].view(size, 40)[:, :32]
+    block = block.T if how == "transposed" else block
+    product, before, there = a.double() @ b.double(), block.clone(), torch.arange(size) < n
     after = before + product
     if how == "part is loaded":
         after = before * there[:, None] + product
@@ -73,8 +73,8 @@ def test_products_that_are_added_to_memory(how: str, target: Target) -> None:
     if how == "read before the store":
         expected[size * 40 :][:size] = before[:, 0]
     if how == "stored elsewhere":
-        its = expected[8:][: size * 40].view(size, 40)[:, :32]
-    its.copy_(after)
+        block = expected[8:][: size * 40].view(size, 40)[:, :32]
+    block.copy_(after)
     if how == "read later":
         expected[size * 40 :][:size] = after.sum(1)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-4)
@@ -194,9 +194,9 @@ def test_tiles_of_three_axes(target: Target) -> None:
 
 def test_tiles_are_read_before_they_are_overwritten(target: Target) -> None:
     x = _random(100)
-    found = x.clone()
-    launch(kernels.update, (1,), found, 100, 128, target=target)
-    assert torch.equal(found, torch.cat([torch.zeros(1), x[:-1]]) + 1)
+    values = x.clone()
+    launch(kernels.update, (1,), values, 100, 128, target=target)
+    assert torch.equal(values, torch.cat([torch.zeros(1), x[:-1]]) + 1)
 
 
 def test_operands_are_packed_where_every_loop_reads_them(target: Target) -> None:

@@ -15,7 +15,7 @@ from tilegen.compiling.workers import Pool
 
 
 def examine(problem: Problem, pool: Pool | None = None) -> tuple[Outcome, Problem, Outcome]:
-    """Return what becomes of a problem, and where it fails a simpler one that fails alike."""
+    """Try a problem; if it fails, return also a simpler problem with the same failure."""
     outcome = attempt(problem, pool)
     if not outcome.failed or outcome.kind.startswith(
         "crashed timeout"

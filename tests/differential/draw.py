@@ -115,14 +115,14 @@ def _requests(random: Random, call: Call, rows: int, columns: int) -> tuple[tupl
     """Return the queries and keys of some requests; at times of none, but not of all."""
     count = random.choice([1, 2, 2, 3, 4])
     same = call == "varlen" and random.random() < 0.5  # one length for queries and for keys
-    found: list[tuple[int, int]] = []
+    results: list[tuple[int, int]] = []
     for _ in range(count):
         queries = rows if call == "paged" else random.choice([1, rows, random.randint(0, rows)])
         keys = queries if same else random.randint(0, columns)
-        found.append((queries, keys))
-    if not all(map(sum, zip(*found, strict=True))):
-        found[0] = (rows, rows if same else columns)
-    return tuple(found)
+        results.append((queries, keys))
+    if not all(map(sum, zip(*results, strict=True))):
+        results[0] = (rows, rows if same else columns)
+    return tuple(results)
 
 
 def _length(random: Random) -> int:

@@ -42,7 +42,7 @@ class Pairs:
         return cls(b, h, q, k, *torch.tensor(requests).view(-1, 2, 1, 1, 1).unbind(1))
 
     def shift(self, alignment: str) -> Any:
-        """Return what rows are ahead of the columns on the diagonal."""
+        """Return the number of columns by which the diagonal is shifted."""
         return self.columns - self.rows if alignment == "bottom_right" else 0
 
 

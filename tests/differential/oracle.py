@@ -23,7 +23,7 @@ Results = dict[str, torch.Tensor]
 
 
 class Unclear(Exception):
-    """A problem whose answer hangs on rounding, or is no number: none for a test."""
+    """A problem whose answer depends on rounding, or is NaN: unsuitable for a test."""
 
 
 @contextlib.contextmanager
@@ -38,7 +38,7 @@ def default_dtype(dtype: torch.dtype) -> Generator[None]:
 
 
 def evaluate(text: str, problem: Problem, tables: dict[str, Any], names: dict[str, Any]) -> Any:
-    """Return what a source text gives with these names."""
+    """Evaluate a source text with these names."""
     sizes = {"rows": problem.rows, "columns": problem.columns}
     return eval(text, {"torch": torch, **sizes, **names, **tables})
 
@@ -51,19 +51,19 @@ def pairs(problem: Problem) -> Pairs:
 def kept(problem: Problem, tables: dict[str, Any]) -> torch.Tensor:
     """Return the mask as PyTorch computes it, (batch, heads, rows, columns).
 
-    Raises Unclear where that hangs on rounding.
+    Raises Unclear if the result depends on rounding.
     """
-    found = _kept(problem, problem.keeps, tables)
+    actual = _kept(problem, problem.keeps, tables)
     if _is_whole(problem.keeps, tables):
-        return found
+        return actual
     wide = {name: _wide(table) for name, table in tables.items()}
     with default_dtype(torch.float64):
         with Margins() as margins:
             exact = _kept(problem, problem.keeps, wide)
         moved = [_kept(problem, text, wide) for text in _with_moved_literals(problem.keeps)]
-    if margins.narrow or any(not torch.equal(found, other) for other in (exact, *moved)):
-        raise Unclear("the mask hangs on rounding")
-    return found
+    if margins.narrow or any(not torch.equal(actual, other) for other in (exact, *moved)):
+        raise Unclear("the mask depends on rounding")
+    return actual
 
 
 def _kept(problem: Problem, text: str, tables: dict[str, Any]) -> torch.Tensor:
@@ -78,7 +78,7 @@ def _kept(problem: Problem, text: str, tables: dict[str, Any]) -> torch.Tensor:
 
 
 def _is_whole(text: str, tables: dict[str, Any]) -> bool:
-    """Whether a text computes with integers alone."""
+    """Return True if a text computes with integers alone."""
     floats = any(isinstance(t, float) or is_float(t) for t in tables.values())
     return not floats and not any(mark in text for mark in ("torch", ".", "/ "))
 
@@ -142,10 +142,10 @@ class Margins(TorchFunctionMode):
                     self.tied |= bool((args[0] == args[1]).any())
         return func(*args, **kwargs)
 
-    def _look(self, one: Any, other: Any) -> None:
-        one, other = torch.as_tensor(one), torch.as_tensor(other)
-        apart = (one - other).abs()
-        near = apart <= self.NARROW * (1 + torch.maximum(one.abs(), other.abs()))
+    def _look(self, value: Any, other: Any) -> None:
+        value, other = torch.as_tensor(value), torch.as_tensor(other)
+        apart = (value - other).abs()
+        near = apart <= self.NARROW * (1 + torch.maximum(value.abs(), other.abs()))
         self.narrow |= bool(((apart > 0) & near).any())
 
 
@@ -169,14 +169,14 @@ def require_clear_score(problem: Problem, x: Inputs, tables: dict[str, Any]) -> 
         moved = [changed(text) for text in _with_moved_literals(problem.score)]
     near = (torch.allclose(exact, other, atol=1e-3, rtol=1e-3) for other in moved)
     if margins.narrow or not all(near):
-        raise Unclear("the score hangs on rounding")
+        raise Unclear("the score depends on rounding")
     if margins.tied and problem.trained:
         raise Unclear("gradients hang on which of two equal values is taken")
 
 
 def dropped(problem: Problem) -> torch.Tensor | None:
-    """Return what the weight of each pair is multiplied by, (batch, heads, rows, columns), after
-    PyTorch is seeded with the problem's seed; None where nothing is dropped."""
+    """Return the factor of each pair's weight, (batch, heads, rows, columns), with PyTorch seeded
+    by the problem's seed; None if nothing is dropped."""
     if not problem.dropout:
         return None
     torch.manual_seed(problem.seed)
@@ -185,10 +185,10 @@ def dropped(problem: Problem) -> torch.Tensor | None:
         return drawn.factors(problem.batch, problem.heads, problem.rows, problem.columns)
     queries, keys = (starts(each).tolist() for each in zip(*problem.requests, strict=True))
     whole = drawn.factors(1, problem.heads, queries[-1], keys[-1])[0]  # by places among all tokens
-    found = whole.new_zeros((problem.batch, problem.heads, problem.rows, problem.columns))
-    for one, i, j, (rows, columns) in zip(found, queries, keys, problem.requests, strict=False):
-        one[:, :rows, :columns] = whole[:, i : i + rows, j : j + columns]
-    return found
+    values = whole.new_zeros((problem.batch, problem.heads, problem.rows, problem.columns))
+    for value, i, j, (rows, columns) in zip(values, queries, keys, problem.requests, strict=False):
+        value[:, :rows, :columns] = whole[:, i : i + rows, j : j + columns]
+    return values
 
 
 # --------------------------------------------------------------------------------------------------
@@ -244,20 +244,20 @@ class Roundings(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        found = func(*args, **kwargs)
-        if not is_float(found):
-            return found
+        actual = func(*args, **kwargs)
+        if not is_float(actual):
+            return actual
         with torch.no_grad(), default_dtype(torch.float64):
             exact = func(*map(_widened, args), **{k: _widened(v) for k, v in kwargs.items()})
-            rounded = found != exact
-            size = found.abs().nan_to_num(posinf=0.0) * rounded
+            rounded = actual != exact
+            size = actual.abs().nan_to_num(posinf=0.0) * rounded
             if func.__name__ in self.POWERS:  # computed as 2 to a number that is rounded
-                size *= 1 + found.abs().log2().nan_to_num(0, 0, 0).abs()
+                size *= 1 + actual.abs().log2().nan_to_num(0, 0, 0).abs()
             shared = torch.zeros(())
             if func.__name__ in self.CONSTANT and any(isinstance(v, int | float) for v in args):
                 shared = self._noise.of(shared, torch.ones(()))
             error = self._noise.of(torch.zeros_like(size), size) + shared * size
-        return found + error.to(found.dtype)
+        return actual + error.to(actual.dtype)
 
 
 def _widened(value: Any) -> Any:
@@ -314,9 +314,9 @@ def reference(
     p = noise.of(p, p, stored=True)
     out = noise.product(p * drop, v)
     out = noise.of(out, out.abs(), stored=True)
-    found = {"out": out, "lse": lse}
+    results = {"out": out, "lse": lse}
     if not problem.backward:
-        return only(problem, found)
+        return only(problem, results)
     if noise.scale:  # a backward computes scores anew, with other errors than lse has
         raw, changed, logits = scores()
         p = (logits - finite[..., None]).exp()
@@ -330,29 +330,29 @@ def reference(
     draw = noise.of(draw.to(dtype), draw.abs().to(dtype), stored=True)
     dk, dv = noise.product(draw.mT, x.q), noise.product((p * drop).mT, x.dout)
     grouped = (problem.batch, problem.heads_kv, group, problem.columns, -1)
-    found |= {
+    results |= {
         "dq": noise.product(draw, k) * problem.factor,
         "dk": dk.view(grouped).sum(2) * problem.factor,
         "dv": dv.view(grouped).sum(2),
     }
-    found |= {name: noise.of(one, one.abs(), stored=True) for name, one in found.items()}
+    results |= {name: noise.of(one, one.abs(), stored=True) for name, one in results.items()}
     for name, leaf, gradient in zip(problem.trained, leaves, rest, strict=True):
         if leaf is sink:
             weights = (leaf.detach().to(dtype)[:, None] - finite).exp()
             gradient = -(weights * delta).masked_fill(lse == -INF, 0.0).sum((0, 2))
-        found[f"d{name}"] = gradient.to(dtype)
-    return only(problem, found)
+        results[f"d{name}"] = gradient.to(dtype)
+    return only(problem, results)
 
 
 def _grads(y: torch.Tensor, leaves: list[torch.Tensor], dy: torch.Tensor) -> list[torch.Tensor]:
-    found = (
+    grads = (
         torch.autograd.grad(y, leaves, dy, allow_unused=True)
         if y.requires_grad
         else [None] * len(leaves)
     )
     return [
         torch.zeros_like(leaf) if one is None else one
-        for leaf, one in zip(leaves, found, strict=True)
+        for leaf, one in zip(leaves, grads, strict=True)
     ]
 
 
@@ -371,16 +371,16 @@ def floors(
     for seed in range(SAMPLES):
         noise = Noise(NARROW[problem.dtype], torch.Generator().manual_seed(seed))
         rounded = reference(*given, noise=noise)
-        require_numbers(problem, rounded)  # in fp32 a factor may vanish, and -inf * 0 is no number
-        for name, one in rounded.items():
-            apart = (one - exact[name]).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs()
+        require_numbers(problem, rounded)  # in fp32 a factor may vanish, and -inf * 0 is NaN
+        for name, tensor in rounded.items():
+            apart = (tensor - exact[name]).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs()
             largest[name] = max(largest[name], ROOM * float(apart.max()))
     return largest
 
 
 def require_numbers(problem: Problem, exact: Results) -> None:
     """Raise Unclear for results that are no numbers, as of the logarithm of a negative one."""
-    for name, one in exact.items():
-        good = one.isfinite() | (one == -INF) if name == "lse" else one.isfinite()
+    for name, tensor in exact.items():
+        good = tensor.isfinite() | (tensor == -INF) if name == "lse" else tensor.isfinite()
         if not good.all():
             raise Unclear(f"{name} is not finite")

@@ -61,24 +61,24 @@ def _integer(random: Random, depth: int) -> str:
         return random.choice(
             ["q", "k", "q", "k", "h", str(random.randint(-3, 9)), f"t_{name}[{at}]"]
         )
-    one, other = _integer(random, depth - 1), _integer(random, random.randrange(depth))
+    left, other = _integer(random, depth - 1), _integer(random, random.randrange(depth))
     number, name = random.randint(1, 9), random.choice(INTEGERS)
     return random.choice(
         [
-            *(f"({one} {sign} {other})" for sign in ("+", "-", "*", "&", "|", "^")),
-            *(f"({one} {sign} {number})" for sign in ("//", "%", ">>", "<<", "*")),
-            *(f"torch.{function}({one}, {other})" for function in ("maximum", "minimum")),
-            f"(k - q + {one}).abs()",
-            f"(-{one})",
-            f"(~{one})",
-            f"torch.div({one}, {number}, rounding_mode='trunc')",
-            f"torch.where({_condition(random, depth - 1)}, {one}, {other})",
-            f"(q + {one}).to(torch.{name})",
-            f"(k * {one}).add_({other})",
+            *(f"({left} {sign} {other})" for sign in ("+", "-", "*", "&", "|", "^")),
+            *(f"({left} {sign} {number})" for sign in ("//", "%", ">>", "<<", "*")),
+            *(f"torch.{function}({left}, {other})" for function in ("maximum", "minimum")),
+            f"(k - q + {left}).abs()",
+            f"(-{left})",
+            f"(~{left})",
+            f"torch.div({left}, {number}, rounding_mode='trunc')",
+            f"torch.where({_condition(random, depth - 1)}, {left}, {other})",
+            f"(q + {left}).to(torch.{name})",
+            f"(k * {left}).add_({other})",
             f"({_condition(random, depth - 1)}) + ({_condition(random, depth - 1)})",
             f"r_{name}[q % 4].sum()",
-            f"torch.sign(q - {one})",
-            f"torch.clamp(k + {one}, -{number}, {number})",
+            f"torch.sign(q - {left})",
+            f"torch.clamp(k + {left}, -{number}, {number})",
             # What becomes of a float that no integer holds is not defined.
             f"(f_{random.choice(FLOATS)}[k % {SIZE}] * 3 + (q - {other}).clamp(-9, 9) / 4)"
             f".to(torch.{random.choice(INTEGERS[3:])})",
@@ -93,22 +93,22 @@ def _number(random: Random, depth: int) -> str:
         return random.choice(
             [f"t_{name}[{at}]", f"t_{name}[{at}]", "0.5", "-1.75", "0.1", "q * 0.3"]
         )
-    one, other = _number(random, depth - 1), _number(random, random.randrange(depth))
+    left, other = _number(random, depth - 1), _number(random, random.randrange(depth))
     name = random.choice(FLOATS)
     return random.choice(
         [
-            *(f"({one} {sign} {other})" for sign in ("+", "-", "*", "/")),
-            f"({one} + {_integer(random, depth - 1)})",
+            *(f"({left} {sign} {other})" for sign in ("+", "-", "*", "/")),
+            f"({left} + {_integer(random, depth - 1)})",
             f"({_integer(random, depth - 1)} / {random.randint(2, 9)})",
-            *(f"torch.{function}({one}, {other} + q)" for function in ("maximum", "minimum")),
-            *(f"torch.{function}({one} - k)" for function in ("floor", "sqrt", "abs", "sign")),
-            f"torch.where({_condition(random, depth - 1)}, {one}, {other})",
-            f"(q - {one}).to(torch.{name})",
-            f"(k * {one}).mul_({random.randint(2, 5)})",
-            f"torch.clamp(q - {one}, max={random.randint(1, 9)}.5)",
-            f"({one} * k) ** {random.choice(['2', '3', '0.5'])}",
+            *(f"torch.{function}({left}, {other} + q)" for function in ("maximum", "minimum")),
+            *(f"torch.{function}({left} - k)" for function in ("floor", "sqrt", "abs", "sign")),
+            f"torch.where({_condition(random, depth - 1)}, {left}, {other})",
+            f"(q - {left}).to(torch.{name})",
+            f"(k * {left}).mul_({random.randint(2, 5)})",
+            f"torch.clamp(q - {left}, max={random.randint(1, 9)}.5)",
+            f"({left} * k) ** {random.choice(['2', '3', '0.5'])}",
             f"r_{name}[k % 4].amax()",
-            f"torch.relu({one} + q)",
+            f"torch.relu({left} + q)",
         ]
     )
 
@@ -239,12 +239,12 @@ def _wrong_mask(function: Callable[..., Any], expected: torch.Tensor, tiles: boo
 def _wrong_score(function: Callable[..., Any], expected: torch.Tensor, _: bool) -> str:
     score = tilegen.score(function)
     b, h, q, k = _indices()
-    found = evaluate(
+    actual = evaluate(
         score.expression(), score.captured, b=b, h=h, q=q, k=k, s=LOGITS, seqlen_q=ROWS,
         seqlen_kv=COLUMNS,
     ).expand(expected.shape)  # fmt: skip
     # Scores round nothing to 16 bits, so that they may differ by what that loses.
-    close = torch.isclose(found, expected, rtol=2e-2, atol=2e-2, equal_nan=True)
+    close = torch.isclose(actual, expected, rtol=2e-2, atol=2e-2, equal_nan=True)
     return "" if close.float().mean() > 0.97 else f"{int((~close).sum())} pairs of {score}"
 
 
@@ -259,12 +259,12 @@ def _wrong_kernel(function: Callable[..., Any], expected: torch.Tensor, is_score
     if is_score:
         q = torch.zeros_like(q)  # the score is then that of 0
         logits = _scores(function, torch.zeros(ROWS, COLUMNS)).double()
-        found = tilegen.attention(q, k, v, score=tilegen.score(function))
+        out = tilegen.attention(q, k, v, score=tilegen.score(function))
     else:
         logits = (q.double() @ k.double().mT / 4).masked_fill(~expected, -torch.inf)
-        found = tilegen.attention(q, k, v, mask=tilegen.predicate(function))
+        out = tilegen.attention(q, k, v, mask=tilegen.predicate(function))
     weights = logits.softmax(-1).nan_to_num(0)  # rows that see nothing are 0
-    error = (found - weights @ v.double()).abs().max()
+    error = (out - weights @ v.double()).abs().max()
     return "" if error < (2e-2 if is_score else 1e-4) else f"kernels of it, by {float(error):.2g}"
 
 

@@ -56,25 +56,25 @@ class Problem:
     configs: dict[str, str] = field(default_factory=dict[str, str])
     """The kernels and their tiles; none: what the model chooses."""
     invariant: bool = False
-    """Whether kernels are those of batch-invariant mode."""
+    """True if kernels are those of batch-invariant mode."""
     call: Call = "attention"
     """The function: attention, flex_attention, attention_varlen, or attention_paged with as many
     queries for each request, or with packed queries."""
     latent: bool = False
-    """Whether values are the first columns of keys."""
+    """True if values are the first columns of keys."""
     page: int = 0
     """Keys of a page, where they lie in pages."""
     page_layout: Literal["NHD", "HND"] = "NHD"
     compiled: bool = False
-    """Whether torch.compile traces the call, and what makes its mask and score."""
+    """True if torch.compile traces the call, and what makes its mask and score."""
     dropout: float = 0.0
     """The probability that a weight is dropped."""
     scale: float | None = None
     backward: bool = True
     trains_lse: bool = False
-    """Whether lse, too, has a gradient."""
+    """True if lse, too, has a gradient."""
     changed: bool = False
-    """Whether tables are changed in place, and the call is made once more."""
+    """True if tables are changed in place, and the call is made once more."""
     seed: int = 0
 
     def __str__(self) -> str:
@@ -105,8 +105,8 @@ class Problem:
             return "flex_attention"
         if self.call == "varlen":
             return "attention_varlen"
-        found = (family_among(self.configs, way) for way in ("forward", "backward"))
-        return "+".join(one.name for one in found if one) or "the model's choice"
+        actual = (family_among(self.configs, way) for way in ("forward", "backward"))
+        return "+".join(one.name for one in actual if one) or "the model's choice"
 
     def captured(self) -> dict[str, Any]:
         """Return the tables, those that are trained as leaves."""

@@ -99,9 +99,9 @@ def command(problem: str) -> str:
 
 
 def forms(problem: Problem) -> list[str]:
-    """Return what occurs in a problem, as the summary counts it."""
+    """Return the forms that occur in a problem, as counted in the summary."""
     text = f"{problem.mask} {problem.score}"
-    found = [name for name, pattern in FORMS.items() if re.search(pattern, text)]
+    results = [name for name, pattern in FORMS.items() if re.search(pattern, text)]
     extra = {
         "lengths of padded batches": bool(problem.kv_lengths),
         "batch-invariant": problem.invariant,
@@ -118,7 +118,7 @@ def forms(problem: Problem) -> list[str]:
         "grouped heads": problem.heads != problem.heads_kv,
         "d_qk and d_v apart": problem.head_dim != problem.head_dim_v,
     }
-    return found + [name for name, holds in extra.items() if holds]
+    return results + [name for name, holds in extra.items() if holds]
 
 
 def append(path: Path, line: Line) -> None:
@@ -129,15 +129,15 @@ def append(path: Path, line: Line) -> None:
 
 def read(paths: Iterable[Path]) -> list[Line]:
     """Return the lines of files, one for each problem: the last; a torn line is none."""
-    found: dict[tuple[int, int], Line] = {}
+    by_name: dict[tuple[int, int], Line] = {}
     for path in paths:
         for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
             try:
                 line = Line(**json.loads(text))
             except (ValueError, TypeError):
                 continue
-            found[line.seed, line.number] = line
-    return list(found.values())
+            by_name[line.seed, line.number] = line
+    return list(by_name.values())
 
 
 def summary(lines: list[Line]) -> str:

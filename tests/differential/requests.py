@@ -29,7 +29,7 @@ def _rows(problem: Problem) -> torch.Tensor:
 
 
 def only(problem: Problem, results: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return results with 0 for what lies beyond a request's queries and keys."""
+    """Return results with 0 beyond a request's queries and keys."""
     if not problem.requests:
         return results
     rows, columns = _rows(problem), inside(problem).any(2)
@@ -50,8 +50,8 @@ def packed(padded: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
 def unpacked(tokens: torch.Tensor, lengths: Sequence[int], longest: int) -> torch.Tensor:
     """Return (batch, heads, longest, ...) of (all tokens, heads, ...), 0 beyond lengths."""
     made = tokens.new_zeros((len(lengths), tokens.shape[1], longest, *tokens.shape[2:]))
-    for one, part in zip(made, tokens.split(list(lengths)), strict=True):
-        one[:, : len(part)] = part.transpose(0, 1)
+    for item, part in zip(made, tokens.split(list(lengths)), strict=True):
+        item[:, : len(part)] = part.transpose(0, 1)
     return made
 
 
@@ -62,17 +62,17 @@ class Packing:
     problem: Problem
 
     def given(self, name: str, padded: torch.Tensor) -> torch.Tensor:
-        """Return what stands for q, k, v, dout or dlse in the call."""
+        """Return the tensor that replaces q, k, v, dout or dlse in the call."""
         lengths = self._lengths(name)
         return padded if lengths is None else packed(padded, lengths)
 
-    def padded(self, name: str, found: torch.Tensor) -> torch.Tensor:
+    def padded(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return a result as the net compares it."""
         lengths = self._lengths(name)
         if lengths is None:
-            return found
+            return tensor
         longest = self.problem.columns if name in ("dk", "dv") else self.problem.rows
-        return unpacked(found, lengths, longest)
+        return unpacked(tensor, lengths, longest)
 
     def _lengths(self, name: str) -> list[int] | None:
         """Return the lengths by which a tensor is packed; None for one that is not."""
@@ -107,7 +107,7 @@ def attend_varlen(problem: Problem, options: dict[str, Any]) -> Any:
 def attend_pages(problem: Problem, options: dict[str, Any]) -> Any:
     """Return how queries attend to padded keys and values that lie in pages, as (out, lse).
 
-    What no request has is no number, and shows if it is read.
+    Elements outside of requests are NaN, which shows if they are read.
     """
     keys = [keys for _, keys in problem.requests]
     page, counts = problem.page, [-(-n // problem.page) for n in keys]
@@ -126,9 +126,9 @@ def attend_pages(problem: Problem, options: dict[str, Any]) -> Any:
         widest = max(k.shape[-1], v.shape[-1])
         both = k.new_full((2, len(order), page, problem.heads_kv, widest), float("nan"))
         for pages, padded in zip(both, (k, v), strict=True):
-            for row, n, one in zip(table, keys, padded, strict=True):
+            for row, n, item in zip(table, keys, padded, strict=True):
                 for at in range(n):
-                    pages[row[at // page], at % page, :, : one.shape[-1]] = one[:, at]
+                    pages[row[at // page], at % page, :, : item.shape[-1]] = item[:, at]
         k_pages, v_pages = both[0][..., : k.shape[-1]], both[1][..., : v.shape[-1]]
         if problem.latent:
             v_pages = k_pages[..., : v.shape[-1]]

@@ -122,7 +122,7 @@ def _parts(node: ast.expr) -> Iterator[ast.expr]:
         case _:
             children = [one for one in ast.iter_child_nodes(node) if isinstance(one, ast.expr)]
             yield from children
-            # A part of a part: what lies between is of no matter.
+            # A part of a part: the operators between them do not matter.
             for child in children:
                 yield from (one for one in ast.iter_child_nodes(child) if isinstance(one, ast.expr))
     if not isinstance(node, ast.Constant):

@@ -73,7 +73,7 @@ class Outcome:
 
     @property
     def failed(self) -> bool:
-        """Whether it is one to look into."""
+        """True if it is one to look into."""
         return self.what in ("wrong", "crashed")
 
 
@@ -98,7 +98,7 @@ def alarm(seconds: int) -> Generator[None]:
 
 
 def attempt(problem: Problem, pool: Pool | None = None) -> Outcome:
-    """Return what becomes of a problem; with a pool, its kernels are compiled for ARCH too."""
+    """Try a problem and return the outcome; with a pool, kernels are compiled for ARCH too."""
     started = time.monotonic()
     outcome = _attempt(problem, pool)
     return replace(outcome, seconds=time.monotonic() - started)
@@ -133,8 +133,8 @@ def _attempt(problem: Problem, pool: Pool | None) -> Outcome:
 
 def _compile(kernels: list[RenderedKernel], pool: Pool) -> None:
     """Compile kernels for ARCH. Raises BuildFailed."""
-    for one in kernels:
-        if isinstance(compiled := pool.compile(one, ARCH), BuildFailed):
+    for kernel in kernels:
+        if isinstance(compiled := pool.compile(kernel, ARCH), BuildFailed):
             raise compiled
 
 
@@ -240,11 +240,11 @@ class Answer:
     floors: dict[str, float]
     keeps_any: bool
 
-    def failures(self, found: oracle.Results) -> list[str]:
+    def failures(self, results: oracle.Results) -> list[str]:
         """Return a line for each result that is wrong."""
         failed: list[str] = []
-        for name, one in found.items():
-            check = judge(name, one, self.exact[name], [self.own[name]])
+        for name, tensor in results.items():
+            check = judge(name, tensor, self.exact[name], [self.own[name]])
             if not check.ok and not check.error <= self.floors[name]:
                 failed.append(f"{check}, rounding {self.floors[name]:.3g}")
         return failed
@@ -262,7 +262,7 @@ def _calls(question: Question) -> Iterator[list[str]]:
         leaves = [given[name].detach().requires_grad_(problem.backward) for name in "qkv"]
         torch.manual_seed(problem.seed)  # what dropout draws by
         out, lse = call(*leaves)
-        found = {"out": out.detach(), "lse": lse.detach()}
+        results = {"out": out.detach(), "lse": lse.detach()}
         if problem.backward:
             wanted = [*leaves, *(tables[name] for name in problem.trained)]
             finite = lse.masked_fill(lse == -oracle.INF, 0.0)
@@ -278,8 +278,8 @@ def _calls(question: Question) -> Iterator[list[str]]:
                 materialize_grads=True,
             )
             names = ["dq", "dk", "dv", *(f"d{name}" for name in problem.trained)]
-            found |= dict(zip(names, gradients, strict=True))
-        padded = {name: packing.padded(name, one) for name, one in found.items()}
+            results |= dict(zip(names, gradients, strict=True))
+        padded = {name: packing.padded(name, one) for name, one in results.items()}
         yield answer.failures(only(problem, padded))
 
 
@@ -340,7 +340,8 @@ def _flex(question: Question) -> Callable[..., Any]:
 
 
 def _block_mask(problem: Problem, tables: dict[str, Any]) -> Any:
-    """Return what PyTorch makes of the mask, which it does not of one that gives no tensor."""
+    """Return PyTorch's BlockMask of the mask; None for the full mask, whose function gives no
+    tensor."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     if problem.mask == "full()":

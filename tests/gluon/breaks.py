@@ -26,8 +26,8 @@ class Break:
 
     def of(self, source: str) -> str:
         """Return the broken text."""
-        before, found, after = (source.rpartition if self.last else source.partition)(self.old)
-        assert found, f"{self.old!r} is not in the text: update the break"
+        before, actual, after = (source.rpartition if self.last else source.partition)(self.old)
+        assert actual, f"{self.old!r} is not in the text: update the break"
         return f"{before}{self.new}{after}"
 
 

@@ -39,11 +39,11 @@ class Hazard:
 
 def hazards(code: Sequence[Instruction]) -> list[Hazard]:
     """Return the hazards of a function, along every path through it."""
-    found: dict[tuple[int, int, str], Hazard] = {}
+    by_name: dict[tuple[int, int, str], Hazard] = {}
     seen: set[tuple[int, tuple[Group, ...]]] = set()
     # Jumps through registers go where no other jump does: to the parts that partitions run.
-    reached = {0} | {one.target for one in code if one.target is not None}
-    reached |= {i + 1 for i, one in enumerate(code) if one.falls_through}
+    reached = {0} | {item.target for item in code if item.target is not None}
+    reached |= {i + 1 for i, item in enumerate(code) if item.falls_through}
     todo: list[tuple[int, tuple[Group, ...]]] = [
         (at, ()) for at in range(len(code)) if at == 0 or at not in reached
     ]
@@ -51,39 +51,41 @@ def hazards(code: Sequence[Instruction]) -> list[Hazard]:
         at, groups = todo.pop()
         while at < len(code) and (at, groups) not in seen:
             seen.add((at, groups))
-            one = code[at]
-            for hazard in _of(at, one, groups):
-                found[at, hazard.register, hazard.what] = hazard
-            groups = _after(one, groups)
-            if one.target is not None:
-                todo.append((one.target, groups))
-            if not one.falls_through:
+            item = code[at]
+            for hazard in _of(at, item, groups):
+                by_name[at, hazard.register, hazard.what] = hazard
+            groups = _after(item, groups)
+            if item.target is not None:
+                todo.append((item.target, groups))
+            if not item.falls_through:
                 break
             at += 1
-    return sorted(found.values(), key=lambda one: (one.at, one.register))
+    return sorted(by_name.values(), key=lambda item: (item.at, item.register))
 
 
-def _of(at: int, one: Instruction, groups: tuple[Group, ...]) -> Iterator[Hazard]:
-    if not groups or _PRODUCT.match(one.opcode):
+def _of(at: int, instruction: Instruction, groups: tuple[Group, ...]) -> Iterator[Hazard]:
+    if not groups or _PRODUCT.match(instruction.opcode):
         return
     read = frozenset[int]().union(*(reads for reads, _ in groups))
     written = frozenset[int]().union(*(writes for _, writes in groups))
-    results, operands = _registers(one)
+    results, operands = _registers(instruction)
     for register in results:
         for what, busy in (("writes an operand", read), ("writes a result", written)):
             if register in busy:
-                yield Hazard(at, f"{one.opcode} {one.operands}", register, what)
+                yield Hazard(at, f"{instruction.opcode} {instruction.operands}", register, what)
     for register in operands:
         if register in written:
-            yield Hazard(at, f"{one.opcode} {one.operands}", register, "reads a result")
+            yield Hazard(
+                at, f"{instruction.opcode} {instruction.operands}", register, "reads a result"
+            )
 
 
-def _after(one: Instruction, groups: tuple[Group, ...]) -> tuple[Group, ...]:
+def _after(instruction: Instruction, groups: tuple[Group, ...]) -> tuple[Group, ...]:
     """Return the groups in flight after an instruction; the last is open while it is issued."""
-    if found := _PRODUCT.match(one.opcode):
-        names = re.findall(r"(?<![\w.])R(\d+|Z)\b", one.operands)
-        writes = _range(names[0], int(found[1]) // 2)
-        first = one.operands.split(",")[1].strip()
+    if matches := _PRODUCT.match(instruction.opcode):
+        names = re.findall(r"(?<![\w.])R(\d+|Z)\b", instruction.operands)
+        writes = _range(names[0], int(matches[1]) // 2)
+        first = instruction.operands.split(",")[1].strip()
         reads = _range(first[1:], OPERAND_REGISTERS) if re.match(r"R\d+$", first) else frozenset()
         *others, (open_reads, open_writes) = groups or ((frozenset(), frozenset()),)
         now = open_reads | reads, open_writes | writes
@@ -91,9 +93,9 @@ def _after(one: Instruction, groups: tuple[Group, ...]) -> tuple[Group, ...]:
             (a, b), (c, d), *rest = others
             others = [(a | c, b | d), *rest]
         done = (*others, now)
-        return (*done, (frozenset(), frozenset())) if "gsb0" in one.operands else done
-    if one.opcode.startswith("WARPGROUP.DEPBAR"):
-        left = int(re.findall(r"0x([0-9a-f]+)", one.operands)[-1], 16)
+        return (*done, (frozenset(), frozenset())) if "gsb0" in instruction.operands else done
+    if instruction.opcode.startswith("WARPGROUP.DEPBAR"):
+        left = int(re.findall(r"0x([0-9a-f]+)", instruction.operands)[-1], 16)
         closed = groups[:-1]
         return (*closed[max(0, len(closed) - left) :], groups[-1]) if groups else ()
     return groups
@@ -103,17 +105,17 @@ def _range(first: str, count: int) -> frozenset[int]:
     return frozenset() if first == "Z" else frozenset(range(int(first), int(first) + count))
 
 
-def _registers(one: Instruction) -> tuple[frozenset[int], frozenset[int]]:
+def _registers(instruction: Instruction) -> tuple[frozenset[int], frozenset[int]]:
     """Return the registers that an instruction writes, and those that it reads."""
-    parts = [part.strip() for part in one.operands.split(",")]
+    parts = [part.strip() for part in instruction.operands.split(",")]
     named = [re.findall(r"(?<![\w.])R(\d+)\b", part) for part in parts]
     place = next((i for i, part in enumerate(parts) if not re.match(r"!?U?P", part)), 0)
-    if one.opcode.startswith(_NO_RESULT) or one.opcode.startswith(_NO_REGISTER):
+    if instruction.opcode.startswith(_NO_RESULT) or instruction.opcode.startswith(_NO_REGISTER):
         results: frozenset[int] = frozenset()
         place = -1
     else:
         match = re.match(r"R(\d+)$", parts[place]) if parts else None
-        results = _range(match[1], _width(one.opcode)) if match else frozenset()
+        results = _range(match[1], _width(instruction.opcode)) if match else frozenset()
     operands = {int(name) for i, names in enumerate(named) if i != place for name in names}
     return results, frozenset(operands)
 

@@ -69,24 +69,24 @@ def right() -> Row:
     started, good = time.perf_counter(), 0
     for i, case in enumerate(cases):
         for seed in range(4):
-            found, _ = results(case, seed=100 * i + seed)
-            good += is_right(case, found)
+            checks, _ = results(case, seed=100 * i + seed)
+            good += is_right(case, checks)
     return _row("results of sizes, rings and tiles", len(cases), 4 * len(cases), good, started)
 
 
 def every() -> Iterator[Row]:
     """Yield the rows of all schedules of small problems."""
-    for rows, keys, its in (
+    for rows, keys, own in (
         (128, 128, SMALL),
         (128, 192, HopperForward(head_dim=64, block_n=64, causal=False)),
         (128, 192, HopperForward(head_dim=64, block_n=64, causal=False, stages=3)),
     ):
-        case = Case(its, rows=rows, keys=keys)
+        case = Case(own, rows=rows, keys=keys)
         runs: list[bool] = []
 
         def run(schedule: Schedule, case: Case = case, runs: list[bool] = runs) -> None:
-            found, _ = results(case, schedule=lambda program: schedule)
-            runs.append(is_right(case, found))
+            checks, _ = results(case, schedule=lambda program: schedule)
+            runs.append(is_right(case, checks))
 
         started = time.perf_counter()
         states = EverySchedule().each(run)
@@ -99,8 +99,8 @@ def breaks() -> Iterator[Row]:
     source = SMALL.source(TRITON)
     for what, changes in (("deliberate breaks", BREAKS), ("harmless changes", HARMLESS)):
         started, good = time.perf_counter(), 0
-        for one, seed in itertools.product(changes, range(SEEDS)):
-            good += bool(re.search(one.says, verdict(case, one.of(source), seed)))
+        for item, seed in itertools.product(changes, range(SEEDS)):
+            good += bool(re.search(item.says, verdict(case, item.of(source), seed)))
         yield _row(what, len(changes), SEEDS * len(changes), good, started)
 
 
@@ -116,9 +116,9 @@ def main() -> None:
         writer = csv.DictWriter(file, list(asdict(rows[0])))
         writer.writeheader()
         writer.writerows(map(asdict, rows))
-    for one in rows:
-        typer.echo(f"{one.what}: {one.as_expected} of {one.schedules} schedules, {one.seconds} s")
-    if any(one.as_expected != one.schedules for one in rows):
+    for row in rows:
+        typer.echo(f"{row.what}: {row.as_expected} of {row.schedules} schedules, {row.seconds} s")
+    if any(row.as_expected != row.schedules for row in rows):
         raise typer.Exit(1)
 
 

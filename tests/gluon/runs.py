@@ -26,24 +26,24 @@ class Case:
     keys: int = 128
 
     def __str__(self) -> str:
-        its = self.kernel
-        mask = "causal" if its.causal else "full"
+        kernel = self.kernel
+        mask = "causal" if kernel.causal else "full"
         return (
-            f"d{its.head_dim}-{its.dtype}-n{its.block_n}s{its.stages}-{mask}-b{self.batch}"
-            f"-h{self.heads}/{its.group_size}-q{self.rows}-kv{self.keys}"
+            f"d{kernel.head_dim}-{kernel.dtype}-n{kernel.block_n}s{kernel.stages}-{mask}-b{self.batch}"
+            f"-h{self.heads}/{kernel.group_size}-q{self.rows}-kv{self.keys}"
         )
 
 
 @cache
 def inputs(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(5)
-    its = case.kernel
+    kernel = case.kernel
 
     def random(heads: int, rows: int) -> torch.Tensor:
-        shape = case.batch, heads, rows, its.head_dim
-        return torch.randn(shape, generator=generator).to(TORCH_DTYPES[its.dtype])
+        shape = case.batch, heads, rows, kernel.head_dim
+        return torch.randn(shape, generator=generator).to(TORCH_DTYPES[kernel.dtype])
 
-    heads_kv = case.heads // its.group_size
+    heads_kv = case.heads // kernel.group_size
     return random(case.heads, case.rows), random(heads_kv, case.keys), random(heads_kv, case.keys)
 
 
@@ -60,25 +60,25 @@ def expected(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def results(case: Case, source: str = "", **options: Any) -> tuple[Any, Report]:
-    """Return what `launch` gives, and the report."""
+    """Launch a case; return the results and the report."""
     text = source or case.kernel.source(TRITON)
     return run(text, *inputs(case), case.kernel.head_dim**-0.5, twins=TWINS, **options)
 
 
-def is_right(case: Case, found: Any) -> bool:
-    """Whether out and lse are those of fp64, but for roundings of weights and out."""
+def is_right(case: Case, value: Any) -> bool:
+    """Return True if out and lse are those of fp64, but for roundings of weights and out."""
     out, lse = expected(case)
     unit = 2.0**-8 if case.kernel.dtype == "bf16" else 2.0**-11
     return bool(
-        ((found[0].double() - out).abs() <= 4 * unit * (1 + out.abs())).all()
-        and torch.isclose(found[1].double(), lse, rtol=1e-5, atol=1e-5).all()
+        ((value[0].double() - out).abs() <= 4 * unit * (1 + out.abs())).all()
+        and torch.isclose(value[1].double(), lse, rtol=1e-5, atol=1e-5).all()
     )
 
 
 def verdict(case: Case, source: str, seed: int) -> str:
-    """Return what a run says: `right`, `wrong`, or its fault."""
+    """Return the verdict of a run: `right`, `wrong`, or the fault."""
     try:
-        found, _ = results(case, source, seed=seed)
+        checks, _ = results(case, source, seed=seed)
     except Fault as fault:
         return str(fault)
-    return "right" if is_right(case, found) else "wrong"
+    return "right" if is_right(case, checks) else "wrong"

@@ -41,8 +41,8 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_results_and_bytes(case: Case) -> None:
     for seed in range(8):
-        found, report = results(case, seed=seed)
-        assert is_right(case, found)
+        checks, report = results(case, seed=seed)
+        assert is_right(case, checks)
     assert sum(report.written_bytes.values()) == written(case)
     assert sum(report.read_bytes.values()) == read(case)
 
@@ -51,27 +51,27 @@ def test_results_and_bytes(case: Case) -> None:
 @pytest.mark.parametrize("rows, keys", [(70, 0), (0, 70), (0, 0)])
 def test_without_keys_or_queries_nothing_is_launched(rows: int, keys: int, causal: bool) -> None:
     case = Case(HopperForward(head_dim=64, causal=causal), rows=rows, keys=keys)
-    found, report = results(case)
-    assert is_right(case, found)
+    checks, report = results(case)
+    assert is_right(case, checks)
     assert report.steps == 0
 
 
 def problem(case: Case) -> AttentionProblem:
-    its = case.kernel
-    mask = "causal" if its.causal else "full"
-    heads = f"b{case.batch} hq{case.heads} hkv{case.heads // its.group_size}"
+    kernel = case.kernel
+    mask = "causal" if kernel.causal else "full"
+    heads = f"b{case.batch} hq{case.heads} hkv{case.heads // kernel.group_size}"
     lengths = f"q{case.rows} kv{case.keys}"
-    return AttentionProblem.parse(f"{heads} {lengths} d{its.head_dim} {its.dtype} {mask}")
+    return AttentionProblem.parse(f"{heads} {lengths} d{kernel.head_dim} {kernel.dtype} {mask}")
 
 
 def read(case: Case) -> int:
     """Return the bytes that a program for each 128 query rows reads: its queries, and the keys and
     values that any of them sees, in whole tiles inside of the sequence."""
 
-    its, whole = case.kernel, problem(case)
-    streamed = visits_of(task("fwd", whole), 128, its.block_n).rows
+    kernel, whole = case.kernel, problem(case)
+    streamed = visits_of(task("fwd", whole), 128, kernel.block_n).rows
     heads = case.batch * case.heads
-    return heads * its.head_dim * 2 * int(case.rows + 2 * streamed)
+    return heads * kernel.head_dim * 2 * int(case.rows + 2 * streamed)
 
 
 def written(case: Case) -> int:
@@ -82,16 +82,16 @@ def written(case: Case) -> int:
 def test_many_schedules_of_two_tiles() -> None:
     case = Case(SMALL)
     for seed in range(200):
-        found, _ = results(case, seed=seed)
-        assert is_right(case, found)
+        checks, _ = results(case, seed=seed)
+        assert is_right(case, checks)
 
 
 def test_every_schedule_of_two_tiles() -> None:
     case = Case(SMALL)
 
     def run(schedule: Schedule) -> None:
-        found, _ = results(case, schedule=lambda program: schedule)
-        assert is_right(case, found)
+        checks, _ = results(case, schedule=lambda program: schedule)
+        assert is_right(case, checks)
 
     assert EverySchedule().each(run) > 500
 
@@ -109,8 +109,8 @@ def test_every_schedule_finds_what_may_hang() -> None:
 def test_breaks_are_noticed_in_every_schedule(broken: Break) -> None:
     source = broken.of(RAGGED.kernel.source(TRITON))
     for seed in range(8):
-        found = verdict(RAGGED, source, seed)
-        assert re.search(broken.says, found), found
+        verdicts = verdict(RAGGED, source, seed)
+        assert re.search(broken.says, verdicts), verdicts
 
 
 @pytest.mark.parametrize("change", HARMLESS, ids=str)
@@ -154,29 +154,29 @@ def statements(source: str) -> Iterator[tuple[ast.stmt, ast.stmt | None]]:
                         yield from zip(body, [*body[1:], None], strict=True)
 
 
-def text_of(lines: list[str], one: ast.stmt) -> list[str]:
-    return lines[one.lineno - 1 : one.end_lineno]
+def text_of(lines: list[str], statement: ast.stmt) -> list[str]:
+    return lines[statement.lineno - 1 : statement.end_lineno]
 
 
 def act(text: list[str]) -> str:
-    """Return what a statement does, as EQUIVALENT calls it; empty for arithmetic."""
-    found = _ACTS.search(text[0].strip())
-    return found[0].removesuffix("(") if found else ""
+    """Return the effect of a statement, by its name in EQUIVALENT; empty for arithmetic."""
+    actual = _ACTS.search(text[0].strip())
+    return actual[0].removesuffix("(") if actual else ""
 
 
 def test_no_statement_can_be_left_out() -> None:
     source = RAGGED.kernel.source(TRITON)
     lines = source.splitlines()
     left_out = 0
-    for one, _ in statements(source):
-        text = text_of(lines, one)
-        if not act(text) or isinstance(one, ast.For | ast.If | ast.Return) or "_stay" in text[0]:
+    for item, _ in statements(source):
+        text = text_of(lines, item)
+        if not act(text) or isinstance(item, ast.For | ast.If | ast.Return) or "_stay" in text[0]:
             continue
         indent = text[0][: len(text[0]) - len(text[0].lstrip())]
-        changed = [*lines[: one.lineno - 1], f"{indent}pass", *lines[one.end_lineno :]]
+        changed = [*lines[: item.lineno - 1], f"{indent}pass", *lines[item.end_lineno :]]
         left_out += 1
         for seed in range(2):
-            with suppress(NameError):  # what it gives is asked for later: no Triton compiles it
+            with suppress(NameError):  # the result is used later: Triton would not compile it
                 assert verdict(RAGGED, "\n".join(changed), seed) != "right", text
     assert left_out > 30
 
@@ -185,20 +185,20 @@ def test_neighbours_that_may_change_places_are_known() -> None:
     source = RAGGED.kernel.source(TRITON)
     lines = source.splitlines()
     used: set[str] = set()
-    for one, other in statements(source):
+    for left, other in statements(source):
         if other is None:
             continue
-        first, second = text_of(lines, one), text_of(lines, other)
+        first, second = text_of(lines, left), text_of(lines, other)
         if not (act(first) and act(second)):
             continue  # arithmetic and names: the compiler moves those itself
-        between = lines[one.end_lineno : other.lineno - 1]
-        changed = [*lines[: one.lineno - 1], *second, *between, *first, *lines[other.end_lineno :]]
+        between = lines[left.end_lineno : other.lineno - 1]
+        changed = [*lines[: left.lineno - 1], *second, *between, *first, *lines[other.end_lineno :]]
         try:
-            found = {verdict(RAGGED, "\n".join(changed), seed) for seed in range(3)}
+            verdicts = {verdict(RAGGED, "\n".join(changed), seed) for seed in range(3)}
         except NameError:
             continue
-        if "right" in found:
-            assert found == {"right"}, (first, second, found)
+        if "right" in verdicts:
+            assert verdicts == {"right"}, (first, second, verdicts)
             used.add(f"{act(first)} | {act(second)}")
     assert used == set(EQUIVALENT)
 
@@ -214,8 +214,8 @@ def test_emitted_file(triton: str, golden: CheckGolden) -> None:
 
 @pytest.mark.parametrize("triton", ["3.6.0", "3.7.1", "3.9.0"])
 def test_names_of_each_triton_are_modelled(triton: str) -> None:
-    found, _ = results(Case(SMALL), SMALL.source(triton))
-    assert is_right(Case(SMALL), found)
+    checks, _ = results(Case(SMALL), SMALL.source(triton))
+    assert is_right(Case(SMALL), checks)
 
 
 def test_other_sizes_are_refused() -> None:

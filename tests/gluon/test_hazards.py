@@ -47,8 +47,8 @@ def test_a_binary_whose_waits_come_too_early_is_found_out() -> None:
     assert len(places) > 4
     for place in places:
         cubin[place] = 1
-    found = {one.what for one in of_binary(bytes(cubin))}
-    assert found >= {"reads a result", "writes a result"}
+    results = {one.what for one in of_binary(bytes(cubin))}
+    assert results >= {"reads a result", "writes a result"}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -64,7 +64,7 @@ def of(*lines: str) -> list[tuple[int, int, str]]:
 
 
 @pytest.mark.parametrize(
-    "line, found",
+    "line, results",
     [
         ("MOV R4, R9", [(1, 4, "writes an operand")]),
         ("MOV R8, R4", []),  # read twice
@@ -80,8 +80,8 @@ def of(*lines: str) -> list[tuple[int, int, str]]:
         ("IMAD.WIDE R6, R9, 4, R10", [(1, 6, "writes an operand"), (1, 7, "writes an operand")]),
     ],
 )
-def test_what_touches_a_product_in_flight(line: str, found: list[tuple[int, int, str]]) -> None:
-    assert of(PRODUCT, line) == found
+def test_what_touches_a_product_in_flight(line: str, results: list[tuple[int, int, str]]) -> None:
+    assert of(PRODUCT, line) == results
     assert of(PRODUCT, "WARPGROUP.DEPBAR.LE gsb0, 0x0", line) == []
 
 
@@ -102,5 +102,5 @@ def test_paths_of_a_loop_are_followed() -> None:
         (".L_x_0:\n" if i == 1 else "") + f"        /*{16 * i:04x}*/ {one} ;\n"
         for i, one in enumerate(lines)
     )
-    found = hazards(read_sass(text)["kernel"])
-    assert [(one.at, one.register, one.what) for one in found] == [(1, 24, "reads a result")]
+    actual = hazards(read_sass(text)["kernel"])
+    assert [(one.at, one.register, one.what) for one in actual] == [(1, 24, "reads a result")]

@@ -335,9 +335,9 @@ def test_what_it_does_not_know_it_refuses_by_name(line: str, says: str) -> None:
 def test_other_imports_are_refused() -> None:
     text = source(COPY) + "\nfrom triton.experimental.gluon.language.nvidia import blackwell\n"
     other = "import triton.experimental.gluon.language.nvidia.blackwell as b\n" + source(COPY)
-    for one in (text, other):
+    for item in (text, other):
         with pytest.raises((NotModelled, ImportError), match=r"blackwell|expected an import"):
-            run(one, rows_of(16))
+            run(item, rows_of(16))
 
 
 @dataclass

@@ -21,9 +21,9 @@ from tilegen.tuning.measure import measure
 
 @pytest.fixture(scope="module")
 def spec() -> GpuSpec:
-    found = detect()
-    assert found is not None
-    return found
+    actual = detect()
+    assert actual is not None
+    return actual
 
 
 def measured(workloads: Sequence[Workload], path: Path, spec: GpuSpec) -> list[dict[str, str]]:
@@ -46,9 +46,9 @@ def measured(workloads: Sequence[Workload], path: Path, spec: GpuSpec) -> list[d
 def test_rows_under_masks_are_right(masks: Sequence[str], tmp_path: Path, spec: GpuSpec) -> None:
     problems = [AttentionProblem.parse(f"b2 hq2 hkv1 q64 d32 bf16 {mask}") for mask in masks]
     workloads = [Workload(name=one.key, problem=one, source="test") for one in problems]
-    found = measured(workloads, tmp_path / "rows.csv", spec)
-    assert len(found) == 2 * len(masks)
-    assert {row["status"] for row in found} == {"ok"}, [row["detail"] for row in found]
+    actual = measured(workloads, tmp_path / "rows.csv", spec)
+    assert len(actual) == 2 * len(masks)
+    assert {row["status"] for row in actual} == {"ok"}, [row["detail"] for row in actual]
 
 
 def test_rows_of_few_queries_are_right(
@@ -73,8 +73,8 @@ def test_rows_of_few_queries_are_right(
     monkeypatch.setattr(decode, "PEERS", ("tilegen",))
     path = tmp_path / "rows.csv"
     decode.main(predicted=tmp_path / "predicted.csv", csv=path, seconds=0.01)
-    found = rows.read(path)
-    assert [row["status"] for row in found] == ["ok"] * 3, [row["detail"] for row in found]
+    lines = rows.read(path)
+    assert [row["status"] for row in lines] == ["ok"] * 3, [row["detail"] for row in lines]
 
 
 def test_calls_over_pages_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:

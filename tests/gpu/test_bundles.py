@@ -57,8 +57,8 @@ def test_served_results_keep_the_rule(problem: AttentionProblem, bundle: Bundle)
     q, k, v = (x.clone().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
     out = tilegen.attention(q, k, v, mask=problem.mask)
     gradients = torch.autograd.grad(out, (q, k, v), inputs.dout)
-    for found in ({"out": out}, dict(zip(("dq", "dk", "dv"), gradients, strict=True))):
-        verdict = check(problem, inputs, found)
+    for actual in ({"out": out}, dict(zip(("dq", "dk", "dv"), gradients, strict=True))):
+        verdict = check(problem, inputs, actual)
         assert verdict.ok, verdict.detail
 
 
@@ -97,9 +97,11 @@ def test_streams_graphs_and_threads(bundle: Bundle) -> None:
     torch.cuda.synchronize()
     assert torch.equal(captured, expected)
 
-    found: list[torch.Tensor] = []
+    results: list[torch.Tensor] = []
     threads = [
-        threading.Thread(target=lambda: found.append(tilegen.attention(q, k, v, mask=CAUSAL.mask)))
+        threading.Thread(
+            target=lambda: results.append(tilegen.attention(q, k, v, mask=CAUSAL.mask))
+        )
         for _ in range(8)
     ]
     for thread in threads:
@@ -107,8 +109,8 @@ def test_streams_graphs_and_threads(bundle: Bundle) -> None:
     for thread in threads:
         thread.join()
     torch.cuda.synchronize()
-    assert len(found) == 8
-    assert all(torch.equal(one, expected) for one in found)
+    assert len(results) == 8
+    assert all(torch.equal(one, expected) for one in results)
 
 
 def test_addresses_that_are_not_aligned_go_the_usual_way(

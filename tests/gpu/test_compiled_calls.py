@@ -36,13 +36,13 @@ def test_a_compiled_call_is_that_of_eager(mode: str) -> None:
     bias = torch.randn(HEADS, 8, device="cuda", requires_grad=True)
     compiled = torch.compile(run, fullgraph=True, mode=mode)
     for _ in range(3):  # warmed up, captured, replayed
-        its = (*given(), bias)
-        found, expected = compiled(*its), run(*its)
-        torch.testing.assert_close(found, expected)
-        weights = torch.randn_like(found)
-        got = torch.autograd.grad(found, its, weights)
-        for one, other in zip(got, torch.autograd.grad(expected, its, weights), strict=True):
-            torch.testing.assert_close(one, other, atol=2e-2, rtol=2e-2)
+        arguments = (*given(), bias)
+        actual, expected = compiled(*arguments), run(*arguments)
+        torch.testing.assert_close(actual, expected)
+        weights = torch.randn_like(actual)
+        got = torch.autograd.grad(actual, arguments, weights)
+        for left, other in zip(got, torch.autograd.grad(expected, arguments, weights), strict=True):
+            torch.testing.assert_close(left, other, atol=2e-2, rtol=2e-2)
 
 
 def test_a_warm_call_waits_for_nothing_and_is_captured() -> None:
@@ -53,13 +53,13 @@ def test_a_warm_call_waits_for_nothing_and_is_captured() -> None:
     try:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            found = tilegen.attention(q, k, v, mask=mask)
+            out = tilegen.attention(q, k, v, mask=mask)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     q.mul_(0.5)
     graph.replay()
-    torch.testing.assert_close(found, tilegen.attention(q, k, v, mask=mask))
-    assert not torch.equal(found, expected)
+    torch.testing.assert_close(out, tilegen.attention(q, k, v, mask=mask))
+    assert not torch.equal(out, expected)
 
 
 def test_replays_see_changes_of_a_dense_mask() -> None:
@@ -69,11 +69,11 @@ def test_replays_see_changes_of_a_dense_mask() -> None:
     tilegen.scaled_dot_product_attention(q, k, v, attn_mask=keep)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = tilegen.scaled_dot_product_attention(q, k, v, attn_mask=keep)
+        out = tilegen.scaled_dot_product_attention(q, k, v, attn_mask=keep)
     keep.logical_not_()
     graph.replay()
     expected = tilegen.scaled_dot_product_attention(q, k, v, attn_mask=keep.clone())
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(out, expected)
 
 
 def test_replays_drop_other_weights() -> None:
@@ -81,9 +81,9 @@ def test_replays_drop_other_weights() -> None:
     tilegen.attention(q, k, v, dropout_p=0.5)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = tilegen.attention(q, k, v, dropout_p=0.5)
+        out = tilegen.attention(q, k, v, dropout_p=0.5)
     drawn = []
     for _ in range(2):
         graph.replay()
-        drawn.append(found.clone())
+        drawn.append(out.clone())
     assert not torch.equal(*drawn)

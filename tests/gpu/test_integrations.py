@@ -28,19 +28,19 @@ def with_gradients(out: torch.Tensor, given: list[torch.Tensor]) -> tuple[torch.
     return out, *torch.autograd.grad(out, given, weights)
 
 
-def compare(found: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> None:
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, atol=2e-2, rtol=2e-2)
+def compare(results: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> None:
+    for left, other in zip(results, expected, strict=True):
+        torch.testing.assert_close(left, other, atol=2e-2, rtol=2e-2)
 
 
 @pytest.fixture
 def active(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """tilegen in the place of PyTorch's flash attention; its passes are listed as they run."""
     ran: list[str] = []
-    for name, found in flash_backend.OPERATORS.items():
+    for name, operator in flash_backend.OPERATORS.items():
 
-        def counted(*args: Any, name: str = name, found: Any = found, **kwargs: Any) -> Any:
-            results = found(*args, **kwargs)  # or it raises, and PyTorch's own kernel runs
+        def counted(*args: Any, name: str = name, operator: Any = operator, **kwargs: Any) -> Any:
+            results = operator(*args, **kwargs)  # or it raises, and PyTorch's own kernel runs
             ran.append("backward" if name.endswith("backward") else "forward")
             return results
 
@@ -53,22 +53,22 @@ def active(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 def test_sdpa_runs_on_tilegen_while_it_is_active(active: list[str]) -> None:
     given = inputs(2, 8, 1000, 64)
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        found = with_gradients(of_torch(*given, is_causal=True), given)
+        grads = with_gradients(of_torch(*given, is_causal=True), given)
         assert active == ["forward", "backward"]
         tilegen.deactivate()
         expected = with_gradients(of_torch(*given, is_causal=True), given)
     assert active == ["forward", "backward"]
-    compare(found, expected)
+    compare(grads, expected)
 
 
 def test_varlen_attn_runs_on_tilegen_while_it_is_active(active: list[str]) -> None:
     given = inputs(900, 8, 64)
     cu = torch.tensor([0, 300, 300, 900], dtype=torch.int32, device="cuda")
     packed = (*given, cu, cu, 600, 600)
-    found = with_gradients(varlen_attn(*packed, window_size=(127, 0)), given)
+    grads = with_gradients(varlen_attn(*packed, window_size=(127, 0)), given)
     assert active == ["forward", "backward"]
     tilegen.deactivate()
-    compare(found, with_gradients(varlen_attn(*packed, window_size=(127, 0)), given))
+    compare(grads, with_gradients(varlen_attn(*packed, window_size=(127, 0)), given))
 
 
 def test_slopes_and_other_refusals_reach_pytorchs_own_kernel(active: list[str]) -> None:

@@ -47,9 +47,9 @@ DENSE = AttentionProblem.parse(
 
 @pytest.fixture(scope="module")
 def spec() -> GpuSpec:
-    found = detect()
-    assert found is not None
-    return found
+    actual = detect()
+    assert actual is not None
+    return actual
 
 
 @pytest.fixture
@@ -137,8 +137,8 @@ def test_attention_and_its_gradients(problem: AttentionProblem) -> None:
     leaves = [tensor.requires_grad_() for tensor in (inputs.q, inputs.k, inputs.v)]
     out = tilegen.attention(*leaves, mask=problem.mask)
     grads = torch.autograd.grad(out, leaves, inputs.dout)
-    for found in ({"out": out}, dict(zip(("dq", "dk", "dv"), grads, strict=True))):
-        verdict = check(problem, inputs, found)
+    for actual in ({"out": out}, dict(zip(("dq", "dk", "dv"), grads, strict=True))):
+        verdict = check(problem, inputs, actual)
         assert verdict.ok, verdict.detail
 
 
@@ -159,8 +159,8 @@ def test_unaligned_tensors_right_after_aligned_ones(dtype: str) -> None:
         ]
         out = tilegen.attention(*leaves, mask=problem.mask)
         grads = torch.autograd.grad(out, leaves, inputs.dout)
-        for found in ({"out": out}, dict(zip(("dq", "dk", "dv"), grads, strict=True))):
-            verdict = check(problem, inputs, found)
+        for actual in ({"out": out}, dict(zip(("dq", "dk", "dv"), grads, strict=True))):
+            verdict = check(problem, inputs, actual)
             assert verdict.ok, verdict.detail
 
 
@@ -238,11 +238,11 @@ def test_tuning_for_half_a_minute_leaves_a_record_that_calls_use(spec: GpuSpec) 
     assert record.is_measured
     assert re.fullmatch(r"[0-9a-f]{12}", record.measurement.digest)
     assert record.trials > 1
-    found = look_up(KernelTask.of("fwd", problem, spec))
-    assert found is not None
-    assert found.record == record
+    entry = look_up(KernelTask.of("fwd", problem, spec))
+    assert entry is not None
+    assert entry.record == record
     chosen = choose_kernel(KernelTask.of("fwd", problem, spec))
-    assert (chosen.config, chosen.source) == (record.config, str(found.file))
+    assert (chosen.config, chosen.source) == (record.config, str(entry.file))
 
 
 def test_a_later_run_measures_nothing_again(spec: GpuSpec) -> None:
@@ -266,15 +266,15 @@ def test_benchmark_rows_are_checked_and_timed(tmp_path: Path, spec: GpuSpec) -> 
     left = run.run(
         run.cases([workload], chosen), path, deadline=float("inf"), seconds=0.05, spec=spec
     )
-    found = rows.read(path)
+    lines = rows.read(path)
     assert left == 0
-    assert len(found) == 4
-    details = [row["detail"] for row in found]
-    assert {row["status"] for row in found if row["provider"] == "tilegen"} == {"ok"}, details
+    assert len(lines) == 4
+    details = [row["detail"] for row in lines]
+    assert {row["status"] for row in lines if row["provider"] == "tilegen"} == {"ok"}, details
     # Whether another's results are right is not ours to require.
-    assert {row["status"] for row in found} <= {"ok", "wrong"}, details
-    assert all(float(row["median_us"]) > 0 for row in found)
-    kernels = {(row["provider"], row["direction"]): len(row["digest"].split()) for row in found}
+    assert {row["status"] for row in lines} <= {"ok", "wrong"}, details
+    assert all(float(row["median_us"]) > 0 for row in lines)
+    kernels = {(row["provider"], row["direction"]): len(row["digest"].split()) for row in lines}
     assert kernels == {
         **{("tilegen", d): len(choose(DENSE.bucket, spec, d)) for d in workload.directions},
         ("sdpa-flash", "forward"): 0,

@@ -69,11 +69,11 @@ def test_out_and_lse_of_a_library_serve_the_backward_of_kernels(
         x = make_inputs(PROBLEM, device="cuda")
         leaves = [one.requires_grad_() for one in (x.q, x.k, x.v)]
         out, lse = tilegen.attention(*leaves, mask=tilegen.causal(), return_lse=True)
-        found = dict(zip(("dq", "dk", "dv"), torch.autograd.grad(out, leaves, x.dout), strict=True))
+        grads = dict(zip(("dq", "dk", "dv"), torch.autograd.grad(out, leaves, x.dout), strict=True))
     finally:
         plans.forget()
     assert used == [recorded.library]
-    found |= {"out": out.detach(), "lse": lse.detach()}
+    grads |= {"out": out.detach(), "lse": lse.detach()}
     verification.require(
-        verification.judge_all(found, x.to(torch.bfloat16), 64**-0.5, mask=PROBLEM.mask)
+        verification.judge_all(grads, x.to(torch.bfloat16), 64**-0.5, mask=PROBLEM.mask)
     )

@@ -116,7 +116,7 @@ def test_gradients_of_what_a_score_reads(mask: str) -> None:
     def reference(*args: torch.Tensor, **options: object) -> torch.Tensor:
         return attention_reference(*args, **options)[0]  # type: ignore[arg-type]
 
-    found = gradients(torch.float32, tilegen.attention)
+    grads = gradients(torch.float32, tilegen.attention)
     expected, own = (gradients(d, reference) for d in (torch.float64, torch.float32))
     wide = [leaf.double().requires_grad_() for leaf in leaves]
     floors = rounding_floors(
@@ -126,5 +126,5 @@ def test_gradients_of_what_a_score_reads(mask: str) -> None:
         scale=64**-0.5,
         leaves=wide,
     )
-    checks = zip(("leaf 0", "leaf 1"), found, expected, own, strict=True)
+    checks = zip(("leaf 0", "leaf 1"), grads, expected, own, strict=True)
     require(tuple(judge(name, a, b, [c], floors[name]) for name, a, b, c in checks))

@@ -30,10 +30,10 @@ DIMS = ["256 fp32", "320 bf16", "512 bf16", "512 fp32", "576/512 fp16", "768 bf1
 
 @pytest.fixture(scope="module")
 def spec() -> GpuSpec:
-    found = detect()
-    assert found is not None
+    actual = detect()
+    assert actual is not None
     assert run_device().type == "cuda"
-    return found
+    return actual
 
 
 def best(
@@ -99,8 +99,8 @@ def test_every_small_cache_kernel_can_be_tuned(
     monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path))
     problem = AttentionProblem.parse("b1 hq4 hkv2 q1024 kv1024 d512 bf16 causal")
     try:
-        found = tune(KernelTask.of(kernel, problem, spec), trials=3, seconds=20.0, progress=False)
+        record = tune(KernelTask.of(kernel, problem, spec), trials=3, seconds=20.0, progress=False)
     except NoRecord as error:
         pytest.fail(str(error))
-    assert found.is_measured
-    assert found.config.block_d
+    assert record.is_measured
+    assert record.config.block_d

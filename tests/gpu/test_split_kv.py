@@ -32,8 +32,8 @@ def test_it_agrees_with_the_reference(text: str) -> None:
     problem = AttentionProblem.parse(text)
     kernels = ("fwd_paged" if problem.page else "fwd_split", "fwd_combine")
     for keys in (256, 2048):
-        found = splits(problem, rows=16, block_n=64, keys=keys)
-        configs = {kernels[0]: found["fwd_split"], kernels[1]: found["fwd_combine"]}
+        counts = splits(problem, rows=16, block_n=64, keys=keys)
+        configs = {kernels[0]: counts["fwd_split"], kernels[1]: counts["fwd_combine"]}
         require(verify(problem, configs))
 
 
@@ -88,12 +88,12 @@ def test_one_graph_serves_all_lengths() -> None:
             out = tilegen.attention_paged(*given, mask=BOTTOM)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    for found in ([longest, 1, 77, 0], [5, 5, 5, 5]):
-        lengths.copy_(torch.tensor(found))
+    for actual in ([longest, 1, 77, 0], [5, 5, 5, 5]):
+        lengths.copy_(torch.tensor(actual))
         graph.replay()
         torch.testing.assert_close(out, tilegen.attention_paged(*given, mask=BOTTOM))
         # Other splits, of a grid that is made for these lengths.
-        bounded = tilegen.attention_paged(*given, mask=BOTTOM, max_kv_length=max(found))
+        bounded = tilegen.attention_paged(*given, mask=BOTTOM, max_kv_length=max(actual))
         torch.testing.assert_close(out, bounded)
 
 

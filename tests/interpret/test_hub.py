@@ -64,7 +64,7 @@ CALLS: dict[str, tuple[int, dict[str, Any], Any]] = {
 @pytest.mark.parametrize("name", CALLS)
 def test_out_lse_and_gradients(module: Any, name: str) -> None:
     heads_kv, asked, meant = CALLS[name]
-    found: list[list[torch.Tensor]] = []
+    results: list[list[torch.Tensor]] = []
     for ours in (True, False):
         q, k, v = qkv(heads_kv)
         out, lse = (
@@ -73,8 +73,8 @@ def test_out_lse_and_gradients(module: Any, name: str) -> None:
             else attention_reference(*(one.double() for one in (q, k, v)), **meant)
         )
         (out.square().sum() + lse.sum()).backward()
-        found.append([out.detach(), lse.detach(), q.grad, k.grad, v.grad])
-    for ours, exact in zip(*found, strict=True):
+        results.append([out.detach(), lse.detach(), q.grad, k.grad, v.grad])
+    for ours, exact in zip(*results, strict=True):
         assert (ours - exact).abs().max() <= TOLERANCE * exact.abs().max()
 
 

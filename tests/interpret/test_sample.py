@@ -114,10 +114,10 @@ def test_bytes_are_what_the_model_says(name: str) -> None:
         launch = load(render(problem, config, kernel, aligned=aligned)).launch
 
         def run(*given: Any) -> Any:
-            with interpreting.count_traffic() as found:
+            with interpreting.count_traffic() as actual:
                 made = launch(*given)
             read, written = moved[kernel]
-            moved[kernel] = read + found.read_bytes, written + found.write_bytes
+            moved[kernel] = read + actual.read_bytes, written + actual.write_bytes
             return made
 
         return run

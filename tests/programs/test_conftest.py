@@ -47,7 +47,7 @@ def pytest_in(suite: Path, *arguments: str, **environment: str) -> tuple[int, st
 
 
 def spread_pytest_in(suite: Path, *arguments: str, **environment: str) -> tuple[int, str]:
-    """Return what `pytest_in` does, of a pytest that may start workers."""
+    """Run pytest as `pytest_in` does, with workers allowed."""
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments],
         cwd=suite,

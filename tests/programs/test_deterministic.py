@@ -47,18 +47,18 @@ def test_processes_in_any_order_with_any_clock_choose_alike(tmp_path: Path) -> N
     tied = [TileConfig.parse(text) for text in ("m128n64w8s3", "m64n64w4s2", "m64n128w4s3")]
     shared = tmp_path / "shared"
     for n, config in enumerate(tied):  # equal measurements of three machines
-        one = record(config=config, measurement=timed(400.0 + 0.1 * n, 0.01), source=f"{n:02x}")
-        save(one, location=own(shared))
+        finding = record(config=config, measurement=timed(400.0 + 0.1 * n, 0.01), source=f"{n:02x}")
+        save(finding, location=own(shared))
     for n in range(4):  # every machine has the same file, but by a way of its own
         for m in range(3):
             other = (n + m) % 3
-            one = record(
+            finding = record(
                 kernel="bwd_dq",
                 config=tied[other],
                 measurement=timed(400.0 + 0.1 * other, 0.01),
                 source=f"{other:02x}",
             )
-            save(one, location=own(tmp_path / f"own{n}"))
+            save(finding, location=own(tmp_path / f"own{n}"))
     processes = [
         warm.start(
             CHOOSES.format(key=KEY),

@@ -55,7 +55,7 @@ class Fleet(warm.Program):
 
 
 def alone() -> TuningRecord:
-    """Return what `tune` finds by itself."""
+    """Return the result of `tune` without a fleet."""
     _, candidates = ranked_space(KernelTask.of(JOB.kernel, JOB.problem, JOB.gpu), SPACE)
     return run(Replay(), candidates=candidates, space=SPACE)
 
@@ -77,15 +77,15 @@ def check(storage: str, folder: Path, codes: dict[int, int], put_back: range) ->
     assert {config for config, _ in known} == {config.key for config in SPACE}
     assert len(twice) <= study.abandoned
     store = Location(str(folder / "store"), "shared")
-    found = look_up(
+    entry = look_up(
         KernelTask.of(JOB.kernel, JOB.problem, JOB.gpu),
         versions=current_versions(),
         template_digest=JOB.conditions.template_digest,
         where=[store],
     )
-    assert found is not None
+    assert entry is not None
     winner = alone()
-    assert (found.record.config, found.record.measurement) == (winner.config, winner.measurement)
+    assert (entry.record.config, entry.record.measurement) == (winner.config, winner.measurement)
     assert study.winner == winner.config.key
     lines = read_trials(store, trials_path(JOB.gpu.name, JOB.kernel, JOB.problem)).splitlines()
     assert {json.loads(line)["measurement"]["status"] for line in lines} > {"ok"}
@@ -110,7 +110,7 @@ def test_a_worker_leaves_a_server_that_is_gone_at_the_first_ctrl_c(
     tmp_path: Path, server: Server
 ) -> None:
     storage = server.database("gone")
-    one = warm.start(
+    worker = warm.start(
         "import logging, signal\nfrom pathlib import Path\n"
         "from tests.fleet_workers import warm_up, work\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
@@ -119,14 +119,14 @@ def test_a_worker_leaves_a_server_that_is_gone_at_the_first_ctrl_c(
         f"warm_up(folder / 'warm')\nwork({storage!r}, folder, 0.1)"
     )
     while len(measured(tmp_path)) < 2:
-        assert one.poll() is None
+        assert worker.poll() is None
         time.sleep(0.02)
     server.stop()
     try:
         time.sleep(1.5)  # the worker finds out, and waits for the server
         (process,) = {process for _, process in measured(tmp_path)}
         os.kill(process, signal.SIGINT)
-        _, err = one.communicate(timeout=60)
+        _, err = worker.communicate(timeout=60)
     finally:
         server.start()
     assert err.rstrip().endswith("KeyboardInterrupt")

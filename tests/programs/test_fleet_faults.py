@@ -47,10 +47,10 @@ def _terminated_as_interrupted() -> Iterator[None]:
     """Take SIGTERM as `tilegen worker` does, and SIGINT although a shell may have it ignored, as
     for what runs in the background."""
     both = (signal.SIGTERM, signal.SIGINT)
-    before = [signal.signal(one, signal.default_int_handler) for one in both]
+    before = [signal.signal(item, signal.default_int_handler) for item in both]
     yield
-    for one, handler in zip(both, before, strict=True):
-        signal.signal(one, handler)
+    for item, handler in zip(both, before, strict=True):
+        signal.signal(item, handler)
 
 
 @pytest.mark.usefixtures("_terminated_as_interrupted")
@@ -109,15 +109,15 @@ def test_a_worker_whose_journal_takes_no_more_ends_with_the_reason(tmp_path: Pat
         recorder.append(Trial(config=config, measurement=Replay().timings[config]))
     command = ["tilegen", "worker", "--storage", f"journal:{tmp_path}/trials.journal"]
     command += ["--catalog", PROBLEM.key, "--replay", str(tmp_path)]
-    one = warm.start(
+    process = warm.start(
         "import resource, sys\nfrom tilegen.cli.main import main\n"
         "sys.dont_write_bytecode = True\n"  # else modules are kept, cut off at the limit
         "resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))\n"
         f"sys.argv = {command!r}\nmain()",
         env={**os.environ, "TILEGEN_CACHE_DIR": str(tmp_path / "own")},
     )
-    out, err = one.communicate(timeout=60)
-    assert (one.returncode, out) == (1, "")
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (1, "")
     assert "trials.journal': File too large; raise the limit" in err
     assert "trying again" not in err
 

@@ -46,16 +46,16 @@ def queue(storage: Any, **options: Any) -> Queue:
     return Queue(storage, JOB.study, JOB.attributes, stale_seconds=STALE, **options)
 
 
-def taken(one: Queue) -> Claim:
-    claim = one.claim()
+def taken(queue: Queue) -> Claim:
+    claim = queue.claim()
     assert claim is not None
     return claim
 
 
-def finish(one: Queue, claim: Claim, us: float = 5.0) -> bool:
+def finish(queue: Queue, claim: Claim, us: float = 5.0) -> bool:
     measurement = Measurement(status="ok", median_us=us, p20_us=us, p80_us=us, repeats=9)
     trial = Trial(config=claim.config, measurement=measurement)
-    return one.finish(claim, trial, JOB.conditions)
+    return queue.finish(claim, trial, JOB.conditions)
 
 
 @pytest.fixture(autouse=True)
@@ -139,10 +139,10 @@ def test_a_config_lost_on_the_way_back_is_found(storage: Any) -> None:
 
 
 def test_results_from_elsewhere_are_not_found_again(storage: Any) -> None:
-    one = queue(storage)
-    one.ready(FEW[:1])
-    finish(one, taken(one))
-    results = one.results(FEW[:1])
+    queue_a = queue(storage)
+    queue_a.ready(FEW[:1])
+    finish(queue_a, taken(queue_a))
+    results = queue_a.results(FEW[:1])
     assert results is not None
     other = Queue(storage, "another", {}, stale_seconds=STALE)
     other.ready(FEW, results.values)
@@ -215,10 +215,10 @@ def test_winners_are_published_to_a_shared_store_once_and_to_every_own_one(
     def published(host: str, store: Location | None, **options: Any) -> bool:
         monkeypatch.setattr(socket, "gethostname", lambda: host)
         monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path / host))
-        one = Worker(
+        worker = Worker(
             storage, Machine(tmp_path), trials=4, store=store, stale_seconds=STALE, **options
         )
-        return JOB in one.run([JOB])
+        return JOB in worker.run([JOB])
 
     assert [published(host, shared) for host in "ab"] == [True, False]
     assert [published(host, None) for host in "abb"] == [True, True, False]
@@ -257,13 +257,13 @@ def test_a_winner_that_the_store_refuses_is_not_published(
     there = tmp_path / "shared" / record_path(JOB.gpu.name, JOB.kernel, JOB.problem)
     there.parent.mkdir(parents=True)
     there.write_text('{"schema": 99}')
-    one = Worker(storage, Machine(tmp_path), trials=4, store=shared)
+    worker = Worker(storage, Machine(tmp_path), trials=4, store=shared)
     with caplog.at_level(logging.WARNING, "tilegen"):
-        assert one.run([JOB]) == {}
+        assert worker.run([JOB]) == {}
     assert "refused" in caplog.text
     assert progress(storage)[0].state == "done"
     there.unlink()
-    assert JOB in one.run([JOB])
+    assert JOB in worker.run([JOB])
     assert progress(storage)[0].state == "published"
 
 
@@ -324,10 +324,10 @@ def test_workers_by_one_command_and_their_status(
     assert len(counts) == 2
     assert sum(counts) == len(FEW) + 1
     said = CliRunner().invoke(app, ["fleet", "status", *common, "--json"], catch_exceptions=False)
-    found = {one["kernel"]: one for one in json.loads(said.stdout)}
-    assert found["fwd"]["state"] == "published"
-    assert (found["fwd"]["finished"], found["fwd"]["configs"]) == (5, 5)
-    assert found["bwd_dq"]["state"] == "not begun"
+    results = {one["kernel"]: one for one in json.loads(said.stdout)}
+    assert results["fwd"]["state"] == "published"
+    assert (results["fwd"]["finished"], results["fwd"]["configs"]) == (5, 5)
+    assert results["bwd_dq"]["state"] == "not begun"
     said = CliRunner().invoke(app, ["fleet", "status", *common], catch_exceptions=False)
     assert said.stdout.splitlines()[-1] == ("4 studies: 3 not begun, 1 published; 5 of 5 configs")
 

@@ -38,7 +38,7 @@ main()
 
 
 def test_generate_waits_neither_for_compilers_nor_for_threads(tmp_path: Path) -> None:
-    one = warm.start(BUSY, str(tmp_path / "dist"), str(tmp_path / "compiling"))
-    _, err = one.communicate(timeout=60)
-    assert one.returncode == 1
+    process = warm.start(BUSY, str(tmp_path / "dist"), str(tmp_path / "compiling"))
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
     assert "error: interrupted; kernels built so far are kept in" in err

@@ -97,7 +97,7 @@ def test_sdist_builds_the_same_wheel(sdist: Path, wheel: Path, tmp_path: Path) -
 
 
 def ask(installation: Path) -> list[str]:
-    """Return what ASK_INSTALLATION prints, run outside the checkout, for an unpacked wheel."""
+    """Run ASK_INSTALLATION outside the checkout, for an unpacked wheel; return its output."""
     result = subprocess.run(
         [sys.executable, "-c", ASK_INSTALLATION, str(installation)],
         cwd=installation,

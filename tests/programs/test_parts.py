@@ -66,7 +66,7 @@ def test_a_part_that_ignores_the_signal_is_killed_with_its_children(
     pipe = log.parent / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    part = a_part("hangs on", HANGS_ON.format(path=str(pipe)))
+    part = a_part("hangs", HANGS_ON.format(path=str(pipe)))
     outcome = run_part(part, allowed=1.5, log=log, folder=log.parent)
     assert (outcome.status, outcome.message) == ("time over", "started")
     os.set_blocking(reader, True)

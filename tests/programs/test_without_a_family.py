@@ -82,8 +82,8 @@ def test_no_other_module_names_its_kernels(name: str) -> None:
     named: dict[str, set[str]] = {}
     for path in (ROOT / "tilegen").rglob("*.py"):
         words = {word.lower() for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))}
-        if found := words & {name, *mine, *kernels}:
-            named[path.relative_to(ROOT / "tilegen").as_posix()] = found
+        if actual := words & {name, *mine, *kernels}:
+            named[path.relative_to(ROOT / "tilegen").as_posix()] = actual
     del named[f"kernels/{name}.py"]
     assert named == {"kernels/registry.py": {name}}
 

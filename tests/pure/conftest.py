@@ -41,6 +41,8 @@ def measured(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TILEGEN_LIBRARIES", "1")
     for kernel in (*FORWARD, *BACKWARD):
         config = TileConfig(block_m=32, block_n=32)
-        its = record(gpu=SPEC.name, arch=SPEC.arch, kernel=kernel, problem=PROBLEM, config=config,
-                     us=30.0, versions=current_versions())  # fmt: skip
-        place(own_cache, its)
+        finding = record(
+            gpu=SPEC.name, arch=SPEC.arch, kernel=kernel, problem=PROBLEM, config=config, us=30.0,
+            versions=current_versions(),
+        )  # fmt: skip
+        place(own_cache, finding)

@@ -39,9 +39,9 @@ def test_a_binary_may_spill_a_little() -> None:
     much = used(spill_bytes=MOST_SPILLED + 8)
     assert not acceptable(much, H200)
     assert objection(much, H200).startswith("136 bytes of registers spilled a thread")
-    found = bench.refused(much, H200)
-    assert found is not None
-    assert (found.status, found.message) == ("declined", objection(much, H200))
+    actual = bench.refused(much, H200)
+    assert actual is not None
+    assert (actual.status, actual.message) == ("declined", objection(much, H200))
 
 
 def test_a_trap_is_no_kernel() -> None:
@@ -63,9 +63,9 @@ def test_a_binary_is_judged_by_its_inner_loop() -> None:
     assert acceptable(used(step_code=replace(STEP, local=most)), H200)
     much = used(step_code=replace(STEP, local=most + 1))
     assert objection(much, H200).startswith(f"local memory takes {most + 1} clocks of a step")
-    found = bench.refused(much, H200)
-    assert found is not None
-    assert found.status == "declined"
+    actual = bench.refused(much, H200)
+    assert actual is not None
+    assert actual.status == "declined"
 
 
 def test_a_binary_that_waits_for_each_product_is_refused_whatever_it_spills() -> None:
@@ -152,8 +152,8 @@ def test_a_call_takes_what_is_fastest_as_compiled(
     assert pipeline.choose_kernel(KernelTask.of("bwd_dq", PROBLEM, H200)).config == first
     assert not compiled, "nothing is compiled unless it may be"
     compiled |= {proposals[0]: 400, proposals[1]: None, proposals[2]: 0}
-    found = pipeline.choose_kernel(KernelTask.of("bwd_dq", PROBLEM, H200), may_compile=True)
-    assert (found.config, found.source) == (proposals[2], "the model")
+    choice = pipeline.choose_kernel(KernelTask.of("bwd_dq", PROBLEM, H200), may_compile=True)
+    assert (choice.config, choice.source) == (proposals[2], "the model")
     assert list(compiled) == proposals[:3]
 
 
@@ -171,8 +171,8 @@ def test_registers_of_a_tile_tell_of_its_other_stages() -> None:
             needs = footprint(tiled)
             return used(shared_bytes=needs.smem_bytes, registers=registers, step_code=None)
 
-        found = pipeline.best_acceptable(ranked, compile_)
-        return found.config, len(found.tried)
+        choice = pipeline.best_acceptable(ranked, compile_)
+        return choice.config, len(choice.tried)
 
     predicted = footprint(task.tiled(tile)).registers
     assert compiled(predicted) == (tile, 1)
@@ -194,8 +194,8 @@ def test_a_tile_that_is_slower_as_compiled_is_not_compiled_with_other_stages() -
         return used(shared_bytes=needs.smem_bytes, step_code=code)
 
     ranked = Ranked(KernelTask.of("bwd_dkdv", PROBLEM, H200), tuple(stages), "model", "", alike)
-    found = pipeline.best_acceptable(ranked, compile_)
-    assert found.seconds[tile] > 1.2 * first.estimate.cost
+    choice = pipeline.best_acceptable(ranked, compile_)
+    assert choice.seconds[tile] > 1.2 * first.estimate.cost
     assert asked == [stages[0], stages[3]]
 
 
@@ -204,22 +204,22 @@ def test_what_spills_a_little_is_taken_if_it_is_still_the_fastest(
 ) -> None:
     ranked = hopeful()
     compiled |= {ranked[0].config: 120}
-    found = pipeline.choose_kernel(KernelTask.of("bwd_dq", PROBLEM, H200), may_compile=True)
+    choice = pipeline.choose_kernel(KernelTask.of("bwd_dq", PROBLEM, H200), may_compile=True)
     seconds = {
         config: time_as_compiled(Tiled.of("bwd_dq", PROBLEM, H200, config), built).seconds
-        for config, built in found.tried.items()
+        for config, built in choice.tried.items()
         if not isinstance(built, BuildFailed)
     }
     assert seconds[ranked[0].config] > ranked[0].estimate.seconds
-    assert found.config == min(seconds, key=lambda config: seconds[config])
+    assert choice.config == min(seconds, key=lambda config: seconds[config])
     # Another was compiled only if it could be faster by more than a trifle.
-    order = [one for one in ranked if one.config in seconds]
-    for at, one in enumerate(order[1:], 1):
+    order = [item for item in ranked if item.config in seconds]
+    for at, item in enumerate(order[1:], 1):
         in_hand = min(seconds[before.config] for before in order[:at])
-        assert in_hand > (1 + MIN_GAIN) * one.estimate.seconds
-    assert len(found.tried) <= ENOUGH
-    if len(found.tried) < ENOUGH:
-        following = ranked[len(found.tried)].estimate.seconds
+        assert in_hand > (1 + MIN_GAIN) * item.estimate.seconds
+    assert len(choice.tried) <= ENOUGH
+    if len(choice.tried) < ENOUGH:
+        following = ranked[len(choice.tried)].estimate.seconds
         assert min(seconds.values()) <= (1 + MIN_GAIN) * following
 
 
@@ -228,8 +228,8 @@ def test_where_nothing_compiles_the_launch_says_why(
 ) -> None:
     proposals = [one.config for one in hopeful()]
     compiled |= dict.fromkeys(proposals)
-    found = pipeline.choose_kernel(KernelTask.of("bwd_dq", PROBLEM, H200), may_compile=True)
-    assert (found.config, found.source) == (proposals[0], "the model")
+    choice = pipeline.choose_kernel(KernelTask.of("bwd_dq", PROBLEM, H200), may_compile=True)
+    assert (choice.config, choice.source) == (proposals[0], "the model")
     assert "no kernel could be compiled ahead of the launch" in caplog.text
 
 

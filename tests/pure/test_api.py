@@ -41,7 +41,7 @@ def values(*arguments: str) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Return what JSON makes of a value."""
+    """Return a value after a round trip through JSON."""
     return json.loads(json.dumps(value, default=str))
 
 
@@ -56,10 +56,10 @@ def test_the_verbs_are_names_of_the_package_and_of_nothing_else() -> None:
 @pytest.mark.parametrize("problem", [PROBLEM, PARSED], ids=["notation", "problem"])
 @pytest.mark.parametrize("gpu", ["h200", H200], ids=["name", "spec"])
 def test_propose(problem: str | AttentionProblem, gpu: Any) -> None:
-    found = tilegen.propose(problem, gpu, top=3, fast_memory="48KiB")
+    candidates = tilegen.propose(problem, gpu, top=3, fast_memory="48KiB")
     asked = ("propose", PROBLEM, "--gpu", "h200", "--top", "3", "--fast-memory", "48KiB")
-    assert plain([asdict(one) for one in found]) == values(*asked)
-    assert found == tilegen.propose(problem, gpu, top=3, fast_memory=48 * 1024)
+    assert plain([asdict(one) for one in candidates]) == values(*asked)
+    assert candidates == tilegen.propose(problem, gpu, top=3, fast_memory=48 * 1024)
 
 
 def test_no_gpu_given_is_the_one_at_hand_or_the_h200(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,11 +128,11 @@ def test_generate_hands_over_what_the_bundle_holds(
         return out / "manifest.json"
 
     monkeypatch.setattr("tilegen.bundles.building.generate", nothing_built)
-    found = tilegen.generate([PROBLEM], arch="sm_90", out=tmp_path / "a", forward_only=True)
+    made = tilegen.generate([PROBLEM], arch="sm_90", out=tmp_path / "a", forward_only=True)
     out = str(tmp_path / "b")
     told = values("generate", PROBLEM, "--arch", "sm_90", "--out", out, "--forward-only")
     assert asked[0] == asked[1] == ([PARSED], ["h200"], ("forward",))
-    assert told["versions"] == found.versions
+    assert told["versions"] == made.versions
     assert told["manifest"] == f"{out}/manifest.json"
     (tmp_path / "models.txt").write_text(f"{PROBLEM}\n")
     tilegen.generate(catalog=tmp_path / "models.txt", gpu=["a100", H200], out=out)

@@ -22,7 +22,7 @@ from tilegen.tuning.measure import Measurement
 
 
 def checks_with(*wrong: str) -> tuple[Check, ...]:
-    """Return what `verify` says when these tensors are wrong."""
+    """Return the checks of `verify` with these tensors wrong."""
     values = {"error": 1.0, "allowed": 0.1, "index": (0,), "found": 1.0, "expected": 0.0}
     names = ("out", "lse", "dq", "dk", "dv")
     return tuple(Check(tensor=name, ok=name not in wrong, **values) for name in names)
@@ -52,13 +52,13 @@ def test_real_check_judges_the_outputs_of_the_kernel(
         return checks_with(tensor) if TRIED in configs.values() else checks_with()
 
     monkeypatch.setattr(verification, "verify", verified)
-    found = check_config(PROBLEM, kernel, TRIED)
+    actual = check_config(PROBLEM, kernel, TRIED)
     if tensor in OUTPUTS[kernel]:
-        assert found is not None
-        assert found.status == "wrong"
-        assert re.match(f"{tensor} +WRONG +error 1, allowed", found.message)
+        assert actual is not None
+        assert actual.status == "wrong"
+        assert re.match(f"{tensor} +WRONG +error 1, allowed", actual.message)
     else:
-        assert found is None
+        assert actual is None
     problem, configs = asked[0]
     assert problem == reduced(PROBLEM)
     others = {k: bench_module.safe(k) for k in bench_module.partners(kernel, PROBLEM)}
@@ -90,9 +90,9 @@ def test_real_check_maps_what_a_kernel_raises(
         return checks_with()
 
     monkeypatch.setattr(verification, "verify", explode)
-    found = check_config(PROBLEM, kernel, TRIED)
+    actual = check_config(PROBLEM, kernel, TRIED)
     expected = Measurement(status="launch_failed", message="CUDA error: invalid argument more")
-    assert expected == found
+    assert expected == actual
 
 
 def test_inputs_that_cannot_be_made_are_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,7 +122,7 @@ def tensor(*shape: int, heads_inside: bool = False, dtype: Any = torch.float16) 
 
 
 def given_to(kernel: Kernel, *, heads_inside: bool = False) -> tuple[Any, ...]:
-    """Return what `launch` of a kernel takes by position, every number another."""
+    """Return the positional arguments of a kernel's `launch`; all numbers differ."""
     heads_kv = HEADS // GROUP
     q = tensor(BATCH, HEADS, SEQLEN_Q, DIM_QK, heads_inside=heads_inside)
     k = tensor(BATCH, heads_kv, SEQLEN_KV, DIM_QK, heads_inside=heads_inside)
@@ -240,7 +240,7 @@ def test_the_driver_reads_what_the_emitted_launch_passes(
 
 
 def kind(argument: Any) -> Any:
-    """Return what Triton's binder looks at."""
+    """Return the values that Triton's binder specialises on."""
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.data_ptr() % 16, argument.shape
     return type(argument)
@@ -340,12 +340,12 @@ def test_arguments_in_another_order_are_found_by_their_names() -> None:
     swapped = replace(binary, arguments=(*first, head, batch, row, *binary.arguments[8:]))
     q = torch.zeros(1, 2, 64, 64, dtype=torch.float16)
 
-    def strides(one: Binary) -> dict[str, Any]:
+    def strides(item: Binary) -> dict[str, Any]:
         seen: list[Any] = []
-        launcher_of(one, lambda: StandIn(one, lambda grid, values: seen.extend(values))).launch(
+        launcher_of(item, lambda: StandIn(item, lambda grid, values: seen.extend(values))).launch(
             q, q, q, 0.5
         )
-        names = (name for name, _ in one.arguments)
+        names = (name for name, _ in item.arguments)
         return {n: v for n, v in zip(names, seen, strict=True) if n.startswith("stride_")}
 
     assert strides(binary) == strides(swapped)
@@ -386,9 +386,9 @@ def test_results_are_allocated_alike_where_pytorch_offers_less(
 ) -> None:
     asked: Any = (2, 3, 5, 16), (240, 16, 48, 1), torch.bfloat16
     made = allocation._allocator.__wrapped__
-    found = [made(False)(*asked)]
+    results = [made(False)(*asked)]
     monkeypatch.delattr(torch._C._dynamo.guards, "_empty_strided_cpu")
-    found.append(made(False)(*asked))
-    for one in found:
-        assert (tuple(one.shape), one.stride(), one.dtype) == asked
-        assert one.device == torch.device("cpu")
+    results.append(made(False)(*asked))
+    for result in results:
+        assert (tuple(result.shape), result.stride(), result.dtype) == asked
+        assert result.device == torch.device("cpu")

@@ -45,8 +45,8 @@ def found(
     aligned: bool = True,
 ) -> list[str] | None:
     """Return the files that serve a problem."""
-    its = bundle.find(AttentionProblem.parse(text), spec, direction, aligned=aligned)
-    return its and [one.file for one in its]
+    binaries = bundle.find(AttentionProblem.parse(text), spec, direction, aligned=aligned)
+    return binaries and [one.file for one in binaries]
 
 
 def test_two_runs_into_one_folder_may_both_finish(tmp_path: Path) -> None:
@@ -64,12 +64,12 @@ def test_any_batch_heads_and_lengths_are_served_by_the_nearest(folder: Path) -> 
     )
     of_short, of_long = (list(s.passes["backward"].binaries.values()) for s in (short, long))
     assert of_short != of_long
-    for text, its in (
+    for text, sizes in (
         ("b1 hq8 hkv2 q512 d64 bf16 causal", of_short),
         ("b3 hq16 hkv4 q100 kv700 d64 bf16 causal", of_short),
         ("b1 hq4 hkv1 q30000 d64 bf16 causal", of_long),
     ):
-        assert found(bundle, text, "backward") == its
+        assert found(bundle, text, "backward") == sizes
 
 
 @pytest.mark.parametrize(
@@ -100,9 +100,9 @@ def test_a_forward_does_not_ask_what_is_trained(folder: Path) -> None:
 
 def test_all_kernels_of_a_family_come_together(folder: Path) -> None:
     bundle, problem = Bundle(folder), AttentionProblem.parse(PROBLEMS[2])
-    its = bundle.find(problem, H200, "backward", aligned=True)
-    assert its
-    assert [one.kernel for one in its] == [
+    binaries = bundle.find(problem, H200, "backward", aligned=True)
+    assert binaries
+    assert [one.kernel for one in binaries] == [
         *("bwd_preprocess", "bwd_scores", "bwd_columns", "bwd_rows")
     ]
 
@@ -235,8 +235,8 @@ def test_kernels_with_the_same_code_have_binaries_of_their_own(tmp_path: Path) -
     problems = [AttentionProblem.parse(f"hq8 q512 d64 bf16 {mask}") for mask in ("causal", "full")]
     write_bundle(problems, [H200], tmp_path)
     binaries = load_bundle(tmp_path).manifest.binaries
-    its = [one for one in binaries if one.kernel == "bwd_preprocess"]
-    assert len({one.file for one in its}) == len({one.digest for one in its}) == 2
+    results = [one for one in binaries if one.kernel == "bwd_preprocess"]
+    assert len({one.file for one in results}) == len({one.digest for one in results}) == 2
 
 
 @pytest.mark.parametrize("which", ["manifest", "binary", "source"])

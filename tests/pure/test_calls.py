@@ -32,10 +32,10 @@ def test_the_lse_of_jagged_tensors_is_nested() -> None:
     q, k, v = (jagged(seed=seed) for seed in range(3))
     out, lse = tilegen.attention(q, k, v, mask=tilegen.causal(), return_lse=True)
     assert lse.shape[:2] == (3, 4)
-    for one in zip(q.unbind(), k.unbind(), v.unbind(), out.unbind(), lse.unbind(), strict=True):
-        expected = attention_reference(*(x[None] for x in one[:3]), mask=tilegen.causal())
-        torch.testing.assert_close(one[3][None], expected[0])
-        torch.testing.assert_close(one[4][None], expected[1])
+    for item in zip(q.unbind(), k.unbind(), v.unbind(), out.unbind(), lse.unbind(), strict=True):
+        expected = attention_reference(*(x[None] for x in item[:3]), mask=tilegen.causal())
+        torch.testing.assert_close(item[3][None], expected[0])
+        torch.testing.assert_close(item[4][None], expected[1])
 
 
 def test_jagged_tensors_must_have_sequences_side_by_side_and_alike() -> None:
@@ -158,12 +158,12 @@ def test_head_dims_below_eight(d_qk: int, d_v: int) -> None:
         random(1, 2, 20, dim, seed=seed).requires_grad_()
         for seed, dim in enumerate((d_qk, d_qk, d_v))
     )
-    found = tilegen.attention(q, k, v, mask=tilegen.causal(), return_lse=True)
+    out = tilegen.attention(q, k, v, mask=tilegen.causal(), return_lse=True)
     expected = attention_reference(q, k, v, mask=tilegen.causal())
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(out, expected)
     weights = random(*expected[0].shape, seed=5)
     torch.testing.assert_close(
-        torch.autograd.grad((found[0] * weights).sum(), [q, k, v]),
+        torch.autograd.grad((out[0] * weights).sum(), [q, k, v]),
         torch.autograd.grad((expected[0] * weights).sum(), [q, k, v]),
     )
     with pytest.raises(InvalidProblem, match="head_dim"):
@@ -227,9 +227,9 @@ def test_a_layout_of_rectangular_blocks(block: tuple[int, int]) -> None:
     block_mask = BlockMask.from_kv_blocks(
         counts.int(), order.int(), BLOCK_SIZE=block, seq_lengths=(200, 300)
     )
-    found = dense_mask(tilegen.from_block_mask(block_mask), 200, 300, heads=2)
+    actual = dense_mask(tilegen.from_block_mask(block_mask), 200, 300, heads=2)
     expected = layout.repeat_interleave(block[0], 2).repeat_interleave(block[1], 3)
-    assert torch.equal(found, expected[0, :, :200, :300])
+    assert torch.equal(actual, expected[0, :, :200, :300])
 
 
 def test_document_ids_longer_than_the_sequence() -> None:
@@ -348,9 +348,9 @@ def test_a_default_device_is_not_that_of_a_mask(name: str) -> None:
     expected = tilegen.attention(q, k, v, mask=MASKS[name]())
     with torch.device("meta"):
         mask = MASKS[name]()
-        found = tilegen.attention(q, k, v, mask=mask)
+        out = tilegen.attention(q, k, v, mask=mask)
         drawn = mask.show(6)
-    assert torch.equal(found, expected)
+    assert torch.equal(out, expected)
     assert drawn == MASKS[name]().show(6)
 
 

@@ -160,8 +160,8 @@ def test_cache_list_and_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_doctor() -> None:
-    found = json.loads(run("doctor", "--json"))
-    assert {"tilegen", "torch", "triton", "gpu", "own directory", "templates"} <= set(found)
+    actual = json.loads(run("doctor", "--json"))
+    assert {"tilegen", "torch", "triton", "gpu", "own directory", "templates"} <= set(actual)
     assert "triton" in run("doctor")
 
 
@@ -175,7 +175,7 @@ BAD = {
     "unknown dtype": (["propose", "hq8 q64 d64 fp8"], "bf16, fp32; 'fp8' is no part of one"),
     "no dtype": (["propose", "hq8 q64 d64 causal"], "no dtype, which is one of fp16, bf16, fp32"),
     "two dtypes": (["propose", "hq8 q64 d64 fp16 bf16"], "two dtypes, fp16 and bf16"),
-    "a part that is none": (["propose", "hq8 k64 d64 bf16"], "no qN; 'k64' is no part of one"),
+    "an unknown part": (["propose", "hq8 k64 d64 bf16"], "no qN; 'k64' is no part of one"),
     "two masks": (["propose", "hq8 q64 d64 bf16 full causal"], "two masks, full and causal; join"),
     "time runs back": (["demo", "--seconds", "-1"], "above 0, got -1.0; see tilegen demo --help"),
     "no time": (["tune", PROBLEM, "--seconds", "nan"], "above 0, got nan"),

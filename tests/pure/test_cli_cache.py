@@ -53,9 +53,9 @@ def test_show() -> None:
     assert "stands before fwd            m128n64w8s3           500 us" in text
     assert "faster (400 us, the other 500 us)" in text
     assert '"median_us": 400.0' in text
-    (one,) = told("show", *ASK)
-    assert one["record"]["source"] == "aa"
-    assert [other["source"] for other in one["others"]] == ["bb"]
+    (entry,) = told("show", *ASK)
+    assert entry["record"]["source"] == "aa"
+    assert [other["source"] for other in entry["others"]] == ["bb"]
     (borrowed,) = told("show", KEY, "--gpu", "h100", "--kernel", "fwd")
     assert borrowed["borrowed"]
     assert "borrowed from h200" in run("show", KEY, "--gpu", "h100", "--kernel", "fwd")
@@ -184,8 +184,8 @@ def test_prune(mine: Path) -> None:
 def test_places_are_folders_urls_or_words(tmp_path: Path) -> None:
     place(tmp_path / "there", RECORD)
     for text in (str(tmp_path / "there"), f"file://{tmp_path}/there"):
-        (one,) = told("list", text)
-        assert (one["origin"], one["file"]) == ("shared", str(tmp_path / "there" / RECORD.path))
+        (entry,) = told("list", text)
+        assert (entry["origin"], entry["file"]) == ("shared", str(tmp_path / "there" / RECORD.path))
     assert own(tmp_path).url != "own"
 
 

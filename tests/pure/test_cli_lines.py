@@ -62,11 +62,11 @@ FLAGS = ["--json", "--json=1", "--nope", "-x", "-h", "--help", "--version", "--"
 
 def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield every command with the words that call it."""
-    for name, one in group.commands.items():
-        if hasattr(one, "commands"):
-            yield from commands(one, (*path, name))
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, (*path, name))
         else:
-            yield (*path, name), one
+            yield (*path, name), command
 
 
 COMMAND = typer.main.get_command(main.app)
@@ -105,10 +105,10 @@ def line(draw: random.Random) -> list[str]:
     if draw.random() < 0.3:
         rest.append([draw.choice([*FLAGS, *STRANGE])])
     draw.shuffle(rest)
-    found = [*words, *(word for some in rest for word in some)]
+    results = [*words, *(word for some in rest for word in some)]
     if draw.random() < 0.1:
-        found.insert(draw.randrange(len(found)), draw.choice([*FLAGS, *STRANGE]))
-    return found
+        results.insert(draw.randrange(len(results)), draw.choice([*FLAGS, *STRANGE]))
+    return results
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ INF = float("inf")
 
 
 def dense(fn: Callable[..., Any], rows: int, columns: int, batch: int) -> torch.Tensor:
-    """Return what a function says of all pairs, (batch, rows, columns)."""
+    """Evaluate a function for all pairs, (batch, rows, columns)."""
     b = torch.arange(batch)[:, None, None]
     keep = fn(b, 0, torch.arange(rows)[:, None], torch.arange(columns))
     return torch.as_tensor(keep).expand(batch, rows, columns)
@@ -55,13 +55,13 @@ def tiles(keep: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def visits(mask: Mask, side: Any, rows: int, columns: int, batch: int, block: int) -> Any:
     """Return which tiles are visited, and which of them without mask code."""
-    found = tile_ranges(
+    visited = tile_ranges(
         mask, side, seqlen_q=rows, seqlen_kv=columns, block_m=block, block_n=block, batch=batch
     )
     across = -(-(columns if side == "rows" else rows) // block)
     index = torch.arange(across)
     flags: list[torch.Tensor] = []
-    for part in found.pieces:
+    for part in visited.pieces:
         ranges = [tuple(torch.as_tensor(end.copy())[:, 0, :, None] for end in one) for one in part]
         inside = [(lo <= index) & (index < hi) for lo, hi in ranges]
         flags.append(torch.stack(inside).any(0) if inside else torch.zeros(1, 1, across).bool())
@@ -149,7 +149,7 @@ def test_numbers_that_rise_and_fall_are_left_to_lists() -> None:
 def test_a_table_for_more_batches_than_a_call_has() -> None:
     is_token = torch.arange(20) < torch.tensor([5, 12, 20])[:, None]
     mask = predicate(lambda b, h, q, k: is_token[b, k])
-    found = dense_mask(mask, 20, 20, batch=2, heads=1)
-    torch.testing.assert_close(found[:, 0, 0], is_token[:2])
+    batch = dense_mask(mask, 20, 20, batch=2, heads=1)
+    torch.testing.assert_close(batch[:, 0, 0], is_token[:2])
     shape = Shape(2, 1, 20, 20)
     assert all(len(one) == 2 for one in tensors_of(mask, shape, torch.device("cpu")))

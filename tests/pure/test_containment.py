@@ -58,6 +58,6 @@ def test_masks_have_no_range_within_another(side: Side) -> None:
     """Each had three live and three dropped intervals."""
     sets = stream_sets((causal() & (global_tokens(64) | sliding_window(255))).general, side)
     assert (len(sets.live), len(sets.dropped)) == (2, 2)
-    one = stream_sets(parse_mask("causal|window(0,0)").general, side)
-    assert len(one.live) == 1
-    assert one.full is not None
+    item = stream_sets(parse_mask("causal|window(0,0)").general, side)
+    assert len(item.live) == 1
+    assert item.full is not None

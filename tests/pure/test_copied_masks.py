@@ -37,5 +37,5 @@ def test_another_process_and_a_copy_get_what_was_made(name: str) -> None:
     elsewhere = pickle.loads(pickle.dumps(made))
     assert (elsewhere.text if isinstance(made, Score) else elsewhere.stand_in.notation) == text
     pair = (None, made) if isinstance(made, Score) else (made, None)
-    its, copied = (crossing(*one, None) for one in (pair, copy.deepcopy(pair)))
-    assert its.text == copied.text
+    crossed, copied = (crossing(*one, None) for one in (pair, copy.deepcopy(pair)))
+    assert crossed.text == copied.text

@@ -134,9 +134,9 @@ def test_a_record_is_used_without_them_where_they_cannot_be(
     assert chosen("h200").config == CONFIG
     assert "by addresses" not in chosen("h200").source
     for aligned, describable in ((True, False), (False, True)):
-        one = chosen("h200", aligned=aligned, describable=describable)
-        assert one.config == plain
-        assert one.source.endswith("addresses and strides that are multiples of 16 bytes")
+        choice = chosen("h200", aligned=aligned, describable=describable)
+        assert choice.config == plain
+        assert choice.source.endswith("addresses and strides that are multiples of 16 bytes")
     assert chosen("a100").config == plain
     assert chosen("a100").source.endswith("sm_80 has no tensor memory accelerator")
 
@@ -144,16 +144,16 @@ def test_a_record_is_used_without_them_where_they_cannot_be(
 @pytest.mark.parametrize("kernel", DESCRIBED)
 def test_they_are_proposed_for_tiles_that_would_spill_without(kernel: Kernel) -> None:
     h200 = gpu("h200")
-    found = [one.config for one in by_lower_bound(KernelTask.of(kernel, LLAMA, h200), top=20)]
-    described = [one for one in found if one.descriptors]
-    assert found[0] == described[0]
-    for one in described:
-        plain = without(one)
+    results = [item.config for item in by_lower_bound(KernelTask.of(kernel, LLAMA, h200), top=20)]
+    described = [item for item in results if item.descriptors]
+    assert results[0] == described[0]
+    for item in described:
+        plain = without(item)
         spilled = [
-            footprint(tiled(kernel, LLAMA, each, "sm_90")).spill_bytes for each in (plain, one)
+            footprint(tiled(kernel, LLAMA, each, "sm_90")).spill_bytes for each in (plain, item)
         ]
         assert spilled[0] > spilled[1]
-        assert plain not in found or found.index(one) < found.index(plain)
+        assert plain not in results or results.index(item) < results.index(plain)
     space = search_space(KernelTask.of(kernel, LLAMA, h200))
     assert TileConfig.parse("m64n64w4s3t") in space
     for problem, name, describable in (
@@ -165,7 +165,7 @@ def test_they_are_proposed_for_tiles_that_would_spill_without(kernel: Kernel) ->
         every = propose(
             KernelTask.of(kernel, problem, gpu(name)), top=2000, describable=describable
         )
-        assert not any(one.config.descriptors for one in every)
+        assert not any(item.config.descriptors for item in every)
 
 
 def test_calls_that_cannot_have_them_ask_for_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -202,8 +202,8 @@ def test_detect_asks_the_device_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-    found = detect(), detect(0)
-    assert [spec.name for spec in found if spec] == ["h200", "h200"]
+    actual = detect(), detect(0)
+    assert [spec.name for spec in actual if spec] == ["h200", "h200"]
     assert asked == [3, 0]
 
 

@@ -57,9 +57,9 @@ def test_records_of_processors_are_found_and_borrowed(
         date="2026-11-26T12:00:00Z",
     )
     assert save(record, location=where[0]).written
-    found = look_up(KernelTask.of("fwd", PROBLEM, cpu("zen5")), where=where)
-    assert found
-    assert (found.record, found.borrowed) == (record, False)
+    entry = look_up(KernelTask.of("fwd", PROBLEM, cpu("zen5")), where=where)
+    assert entry
+    assert (entry.record, entry.borrowed) == (record, False)
     # The same vectors and products: the record serves, with a word about it.
     near = look_up(KernelTask.of("fwd", PROBLEM, cpu("zen4")), where=where)
     assert near

@@ -75,7 +75,7 @@ def test_models_give_what_they_give_with_native_attention(
         return backend(*given, **named)
 
     counted.__signature__ = inspect.signature(backend)  # pyright: ignore
-    found: list[list[torch.Tensor]] = []
+    results: list[list[torch.Tensor]] = []
     for ours in (False, True):
         model.zero_grad()
         if ours:
@@ -86,9 +86,9 @@ def test_models_give_what_they_give_with_native_attention(
             out = model(**inputs).sample
         out.square().mean().backward()
         gradients = [one.grad.flatten() for one in model.parameters() if one.grad is not None]
-        found.append([out.detach(), torch.cat(gradients)])
+        results.append([out.detach(), torch.cat(gradients)])
     assert len(calls) == (2 if make is flux else 4)
-    for theirs, ours in zip(*found, strict=True):
+    for theirs, ours in zip(*results, strict=True):
         assert (ours - theirs).abs().max() <= TOLERANCE * theirs.abs().max()
 
 
@@ -121,15 +121,15 @@ def test_calls_give_what_native_attention_gives(name: str) -> None:
     q, k, v = qkv(2 if name == "fewer heads of keys" else 4)
     expected = native(q, k, v, **MASKS[name])
     with integration.attention():
-        found = native(q, k, v, **MASKS[name])
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        actual = native(q, k, v, **MASKS[name])
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_block_mask_counts() -> None:
     q, k, v = (one[:, :5] for one in qkv(4))
     mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 5, 5, device="cpu")
-    found = integration.backend(q, k, v, attn_mask=mask)
-    torch.testing.assert_close(found, native(q, k, v, is_causal=True))
+    actual = integration.backend(q, k, v, attn_mask=mask)
+    torch.testing.assert_close(actual, native(q, k, v, is_causal=True))
 
 
 def test_lse_is_laid_out_as_diffusers_lays_it_out() -> None:
@@ -153,8 +153,8 @@ def test_a_captured_graph_makes_what_it_reads_of_a_mask(monkeypatch: pytest.Monk
 
 def kept_of(mask: torch.Tensor) -> torch.Tensor:
     """Return which pairs the mask of a tensor keeps, made as all layers of a model make it."""
-    found, _ = given.of_tensor(mask[:, None], 1, (5, 5))
-    return dense_mask(found, 5, 5).reshape(5, 5)
+    actual, _ = given.of_tensor(mask[:, None], 1, (5, 5))
+    return dense_mask(actual, 5, 5).reshape(5, 5)
 
 
 def test_what_changes_a_mask_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

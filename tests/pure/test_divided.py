@@ -45,18 +45,18 @@ def test_splits_share_what_a_mask_leaves(
     text = f"b1 hq8 hkv1 q1 kv131072 d128 bf16 {mask if isinstance(mask, str) else 'full'} page16"
     problem = AttentionProblem.parse(text)
     problem = problem if isinstance(mask, str) else replace(problem, mask=mask)
-    found = splits_of(tiled("fwd_paged", problem, SPLIT))
-    assert (found.count, found.programs, found.longest) == (16, programs, longest)
+    splits = splits_of(tiled("fwd_paged", problem, SPLIT))
+    assert (splits.count, splits.programs, splits.longest) == (16, programs, longest)
     joined = splits_of(tiled("fwd_combine", problem, TileConfig.parse("m1n16w4s1"), joined=SPLIT))
-    assert joined == found
+    assert joined == splits
 
 
 def test_splits_are_alike_where_lengths_are_no_multiple() -> None:
     """Of 71 tiles, one program has 36 and the other 35, where fixed splits would have 64 and 7."""
     problem = AttentionProblem.parse("b1 hq8 hkv1 q1 kv9000 d128 bf16 full page16")
     for invariant, longest in ((False, 36), (True, 64)):
-        one = replace(problem, invariant=invariant)
-        run = launches(Tiled.of("fwd_paged", one, H200, SPLIT))
+        changed = replace(problem, invariant=invariant)
+        run = launches(Tiled.of("fwd_paged", changed, H200, SPLIT))
         assert (run.programs, run.steps, run.longest) == (2, 71, longest)
 
 
@@ -69,12 +69,13 @@ def test_results_of_a_split_are_small_beside_what_it_reads() -> None:
         ("hq8 hkv1 q1 d128 bf16 full page16", "m2h8n128k512w4s2", 4),  # the largest split
         ("hq16 hkv1 q1 d576/512 bf16 full page16 latent", "m1h16n64k8192w4s2", 29),
     ):
-        problem, found = AttentionProblem.parse(text), TileConfig.parse(config)
-        assert usual_tiles(problem, found) == tiles
+        problem, actual = AttentionProblem.parse(text), TileConfig.parse(config)
+        assert usual_tiles(problem, actual) == tiles
         width = 576 if problem.latent else 256
-        left, read = 2 * 4 * found.rows * problem.head_dim_v, 2 * found.block_n * width
+        left, read = 2 * 4 * actual.rows * problem.head_dim_v, 2 * actual.block_n * width
         assert (
-            tiles * found.block_n == found.split_kv or 32 * left <= tiles * read < 32 * left + read
+            tiles * actual.block_n == actual.split_kv
+            or 32 * left <= tiles * read < 32 * left + read
         )
 
 
@@ -120,8 +121,8 @@ def test_an_explanation_says_that_keys_are_divided() -> None:
 def test_the_table_of_the_repository_is_what_the_model_predicts(tmp_path: Path) -> None:
     path = tmp_path / "capacity.csv"
     capacity.write(path, capacity.rows())
-    found, kept = (own_columns(one, capacity.Row) for one in (path, capacity.OUT))
-    assert found == kept, "python -m benchmarks.capacity"
+    rows, kept = (own_columns(one, capacity.Row) for one in (path, capacity.OUT))
+    assert rows == kept, "python -m benchmarks.capacity"
 
 
 def test_the_page_on_integrations_shows_the_table_of_the_repository() -> None:

@@ -117,9 +117,9 @@ def test_head_major_sweeps_against_a_simulated_cache(each: int, in_flight: int) 
     heads = 16
     rho = sweeps("head_major")
     for capacity in (0.5, 1, 1.25, 1.5, 2, 2.5, 3, 4, 6):
-        found = evaluate(rho, heads, each, in_flight, capacity)
+        actual = evaluate(rho, heads, each, in_flight, capacity)
         expected = misses(heads, each, in_flight, capacity, "head_major")
-        assert found == pytest.approx(expected, rel=0.06), capacity
+        assert actual == pytest.approx(expected, rel=0.06), capacity
 
 
 @pytest.mark.parametrize("each", [4, 16])
@@ -128,16 +128,16 @@ def test_interleaved_sweeps_against_a_simulated_cache(each: int, in_flight: int)
     heads = 12
     rho = sweeps("interleaved")
     for capacity in (0.5, 2, 5, 10.5, 11.5, 12, 20):
-        found = evaluate(rho, heads, each, in_flight, capacity)
+        actual = evaluate(rho, heads, each, in_flight, capacity)
         expected = misses(heads, each, in_flight, capacity, "interleaved")
-        assert found == pytest.approx(expected, rel=0.08), capacity
+        assert actual == pytest.approx(expected, rel=0.08), capacity
 
 
 def test_the_wave_model_is_exact_where_heads_and_waves_divide() -> None:
     for each, in_flight in ((16, 4), (16, 8), (8, 32), (16, 16)):
         for capacity in (0.5, 1, 2, 4):
-            found = evaluate(sweeps("head_major"), 8, each, in_flight, capacity)
-            assert found == misses(8, each, in_flight, capacity, "head_major")
+            actual = evaluate(sweeps("head_major"), 8, each, in_flight, capacity)
+            assert actual == misses(8, each, in_flight, capacity, "head_major")
 
 
 def test_programs_slightly_apart_change_little() -> None:
@@ -184,12 +184,12 @@ TILE = TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=2)
 @pytest.mark.parametrize("order", ORDERS)
 def test_levels_of_a_problem(kernel: str, order: Order) -> None:
     problem = PARSE("b2 hq32 hkv8 q4096 kv4096 d128 bf16 causal")
-    found = levels(Tiled.of(kernel, problem, gpu("h200"), TILE), order=order)  # type: ignore[arg-type]
+    dram = levels(Tiled.of(kernel, problem, gpu("h200"), TILE), order=order)  # type: ignore[arg-type]
     moved = traffic_of(tiled(kernel, problem, TILE))  # type: ignore[arg-type]
-    assert found.l2_bytes == moved.read_bytes + moved.write_bytes
-    assert found.dram_bound_bytes <= found.dram_bytes <= found.l2_bytes
-    assert found.sweeps >= 1
-    assert found.live_heads <= 16
+    assert dram.l2_bytes == moved.read_bytes + moved.write_bytes
+    assert dram.dram_bound_bytes <= dram.dram_bytes <= dram.l2_bytes
+    assert dram.sweeps >= 1
+    assert dram.live_heads <= 16
 
 
 def test_numbers_are_those_of_the_formula() -> None:
@@ -197,17 +197,17 @@ def test_numbers_are_those_of_the_formula() -> None:
     problem = PARSE("b1 hq24 hkv6 q3000 kv5000 d64 bf16 full")
     spec = replace(gpu("h200"), l2_bytes=12 * 5000 * 128 * 2 // 5, num_sms=50)
     for order in ORDERS:
-        found = levels(Tiled.of("fwd", problem, spec, TILE), order=order)
-        at = 6, 4 * 47, found.in_flight, found.heads_in_l2, found.part_of_head
-        assert found.part_of_head == 1
-        assert found.heads_in_l2 == pytest.approx(2.4)
-        assert found.sweeps == pytest.approx(evaluate(sweeps(order), *at))
-        assert found.live_heads == evaluate(live_heads(order), *at[:3])
+        dram = levels(Tiled.of("fwd", problem, spec, TILE), order=order)
+        at = 6, 4 * 47, dram.in_flight, dram.heads_in_l2, dram.part_of_head
+        assert dram.part_of_head == 1
+        assert dram.heads_in_l2 == pytest.approx(2.4)
+        assert dram.sweeps == pytest.approx(evaluate(sweeps(order), *at))
+        assert dram.live_heads == evaluate(live_heads(order), *at[:3])
         rows = 24 * 3000 * (2 * 64 * 2 + 4)
-        streamed = math.floor(found.sweeps * 6 * 5000 * 128 * 2)
-        assert found.dram_bytes == rows + streamed
-        assert found.dram_bytes == dram_bytes(
-            Tiled.of("fwd", problem, spec, TILE), in_flight=found.in_flight, order=order
+        streamed = math.floor(dram.sweeps * 6 * 5000 * 128 * 2)
+        assert dram.dram_bytes == rows + streamed
+        assert dram.dram_bytes == dram_bytes(
+            Tiled.of("fwd", problem, spec, TILE), in_flight=dram.in_flight, order=order
         )
 
 
@@ -243,8 +243,8 @@ def test_masks_against_a_simulated_cache(mask: str, l2_heads: float, order: Orde
     problem = PARSE(f"b1 hq8 hkv8 q4096 kv4096 d64 bf16 {mask}")
     once = 4096 * 128 * 2
     spec = replace(gpu("h200"), l2_bytes=int(l2_heads * once))
-    found = dram_bytes(Tiled.of("fwd", problem, spec, TILE), in_flight=10, order=order)
-    found -= 8 * 4096 * (2 * 64 * 2 + 4)
+    tiled_kernel = dram_bytes(Tiled.of("fwd", problem, spec, TILE), in_flight=10, order=order)
+    tiled_kernel -= 8 * 4096 * (2 * 64 * 2 + 4)
     tiles = tile_ranges(problem.mask, "rows", seqlen_q=4096, seqlen_kv=4096, block_m=64, block_n=64)
     ends = [(lo, hi) for part in tiles.pieces for lo, hi in part]
     ranges = [
@@ -255,7 +255,7 @@ def test_masks_against_a_simulated_cache(mask: str, l2_heads: float, order: Orde
         for i in range(tiles.visited.size)
     ]
     fetched = delivered_rows(ranges, 8, 10, l2_heads * 64, order)
-    assert found / (64 * 128 * 2) == pytest.approx(fetched, rel=0.25)
+    assert tiled_kernel / (64 * 128 * 2) == pytest.approx(fetched, rel=0.25)
 
 
 def test_interleaving_is_never_better_than_head_major_on_a_small_l2() -> None:
@@ -269,10 +269,10 @@ def test_a_mask_leaves_each_program_less_than_a_sweep() -> None:
     """One program after the other, and no L2: DRAM delivers what crosses to the SMs, no more."""
     problem = PARSE("b1 hq4 hkv4 q4096 kv4096 d256 bf16 window(127,0)")
     spec = replace(gpu("h200"), num_sms=1, l2_bytes=2**16)
-    found = levels(Tiled.of("fwd", problem, spec, TILE))
-    assert 1.5 < found.sweeps < 4
-    assert found.part_of_head < 0.1
-    assert found.dram_bytes <= found.l2_bytes
+    dram = levels(Tiled.of("fwd", problem, spec, TILE))
+    assert 1.5 < dram.sweeps < 4
+    assert dram.part_of_head < 0.1
+    assert dram.dram_bytes <= dram.l2_bytes
 
 
 def test_kernels_that_stream_in_another_way_are_refused() -> None:

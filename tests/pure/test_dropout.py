@@ -40,8 +40,8 @@ def words(*hex_: str) -> list[torch.Tensor]:
 def test_philox_gives_its_authors_test_vectors(
     rounds: int, counter: str, key: str, expected: str
 ) -> None:
-    found = philox(tuple(words(*counter.split())), tuple(words(*key.split())), rounds)  # type: ignore
-    assert [f"{int(word):08x}" for word in found] == expected.split()
+    value = philox(tuple(words(*counter.split())), tuple(words(*key.split())), rounds)  # type: ignore
+    assert [f"{int(word):08x}" for word in value] == expected.split()
 
 
 def test_what_is_drawn_for_a_pair_follows_from_its_place_alone() -> None:
@@ -58,10 +58,10 @@ def test_as_many_pairs_are_dropped_as_p_says(p: float) -> None:
     """Fixed seeds: what is drawn is always the same, so this passes always or never."""
     dropped = Dropout(p, STATE).factors(4, 8, 96, 128) == 0.0
 
-    def deviations(one: torch.Tensor, chance: float) -> float:
+    def deviations(tensor: torch.Tensor, chance: float) -> float:
         """How many standard deviations of a binomial a share is off."""
-        return abs(float(one.double().mean()) - chance) / math.sqrt(
-            chance * (1 - chance) / one.numel()
+        return abs(float(tensor.double().mean()) - chance) / math.sqrt(
+            chance * (1 - chance) / tensor.numel()
         )
 
     assert deviations(dropped, p) < 3
@@ -74,8 +74,8 @@ def test_as_many_pairs_are_dropped_as_p_says(p: float) -> None:
         "batch entries": dropped[1:] & dropped[:-1],
         "seeds": dropped & (Dropout(p, STATE + 1).factors(4, 8, 96, 128) == 0.0),
     }
-    found = {name: deviations(one, p * p) for name, one in both.items()}
-    assert all(found[name] < 4 for name in found), found
+    results = {name: deviations(tensor, p * p) for name, tensor in both.items()}
+    assert all(results[name] < 4 for name in results), results
     for axis in (-1, -2):  # no row or column of a head is much worse off
         share = dropped.double().mean(axis)
         assert (share - p).abs().max() < 6 * math.sqrt(p * (1 - p) / dropped.shape[axis])
@@ -126,8 +126,8 @@ def test_a_call_drops_what_its_seed_says_and_its_gradients_do_too(options: dict[
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(lse, expected_lse)
     wanted = torch.autograd.grad(expected.square().sum() + expected_lse.sum(), (q, k, v))
-    for one, other in zip(gradients, wanted, strict=True):
-        torch.testing.assert_close(one, other)
+    for left, other in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(left, other)
 
 
 def test_calls_draw_anew_and_a_seed_makes_them_draw_the_same() -> None:
@@ -176,8 +176,8 @@ def test_a_call_that_pytorch_watches_drops_the_same() -> None:
         with watching:
             out = tilegen.attention(q, k, v, dropout_p=0.4)
         results += [out, *torch.autograd.grad(out.square().sum(), (q, k, v))]
-    for one, other in zip(results[:4], results[4:], strict=True):
-        torch.testing.assert_close(one, other)
+    for left, other in zip(results[:4], results[4:], strict=True):
+        torch.testing.assert_close(left, other)
 
 
 def test_packed_sequences_drop_by_their_place_among_all_tokens() -> None:
@@ -277,10 +277,10 @@ def test_the_scale_is_not_rounded_to_the_default_dtype(dtype: torch.dtype) -> No
     expected = dropped()
     torch.set_default_dtype(dtype)
     try:
-        found = dropped()
+        actual = dropped()
         factors = Dropout(0.3, torch.tensor([1, 2])).factors(1, 1, 8, 8)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert torch.equal(found, expected)
+    assert torch.equal(actual, expected)
     assert factors.dtype == torch.float64
     assert factors.max().item() == 1 / (1 - torch.tensor(0.3).item())

@@ -48,14 +48,14 @@ def table(dtype: torch.dtype, seed: int, *, divides: bool = False) -> torch.Tens
     if dtype == torch.bool:
         return torch.rand(N, generator=random) < 0.5
     if dtype.is_floating_point:
-        found = torch.randint(-6, 7, (N,), generator=random) / 2
+        values = torch.randint(-6, 7, (N,), generator=random) / 2
     else:
         # Squares of those of 64 bits have as many.
         info = torch.iinfo(torch.int16 if dtype == torch.int64 else dtype)
-        found = torch.randint(info.min // 2, info.max // 2, (N,), generator=random) * 2 + 1
-        found[:4] = torch.tensor([info.min, info.max, 3, 5])
-        found[4:8] = torch.arange(4)
-    return (torch.where(found == 0, 1, found) if divides else found).to(dtype)
+        values = torch.randint(info.min // 2, info.max // 2, (N,), generator=random) * 2 + 1
+        values[:4] = torch.tensor([info.min, info.max, 3, 5])
+        values[4:8] = torch.arange(4)
+    return (torch.where(values == 0, 1, values) if divides else values).to(dtype)
 
 
 def check(op: Callable[..., Any], *tables: torch.Tensor) -> None:

@@ -13,9 +13,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# To do: tilegen/{cli,cpu,cpus,explaining,fleet,tuning} and tests.
+# To do: tilegen/{cli,cpu,cpus,explaining,fleet,tuning}.
 CLEAN = [
     "benchmarks/**/*.py",
+    "tests/**/*.py",
     "tilegen/*.py",
     *(
         f"tilegen/{folder}/**/*.py"

@@ -155,9 +155,9 @@ HOSTILE = [
 
 def test_what_is_no_number_is_pytorchs() -> None:
     for text in ("inf-inf", "0*inf", "sqrt(-1)", "inf%2"):
-        found = evaluate(from_text(f"s+({text})"), (), b=0, h=0, q=ZERO, k=ZERO, s=ZERO * 1.0,
+        actual = evaluate(from_text(f"s+({text})"), (), b=0, h=0, q=ZERO, k=ZERO, s=ZERO * 1.0,
                          seqlen_q=1, seqlen_kv=1)  # fmt: skip
-        assert found.isnan(), text
+        assert actual.isnan(), text
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=lambda text: text[:20])
@@ -223,15 +223,15 @@ def test_free_parts() -> None:
 
 
 def test_captured_tensors_are_renumbered_and_merged() -> None:
-    one, two, three = torch.zeros(3), torch.zeros(3), torch.zeros(3, dtype=torch.int32)
+    left, two, three = torch.zeros(3), torch.zeros(3), torch.zeros(3, dtype=torch.int32)
     first = t0(H) + load(1, "float", Q)
     second = t0(K) * t1(H)
-    merged, captured = merge([(first, (one, two)), (second, (two, three))])
-    assert [id(tensor) for tensor in captured] == [id(one), id(two), id(three)]
+    merged, captured = merge([(first, (left, two)), (second, (two, three))])
+    assert [id(tensor) for tensor in captured] == [id(left), id(two), id(three)]
     assert [to_text(expr) for expr in merged] == ["t0[h]+t1[q]", "t2[h]*t1[k]"]
-    assert [kind_of_tensor(one) for one in captured] == ["float", "float", "int"]
+    assert [kind_of_tensor(left) for left in captured] == ["float", "float", "int"]
     assert captured_slots(merged[1]) == [1, 2]
-    unread, kept = merge([(S + load(1, "float", H), (one, two))])
+    unread, kept = merge([(S + load(1, "float", H), (left, two))])
     assert [to_text(expr) for expr in unread] == ["s+t0[h]"]
     assert kept[0] is two
 

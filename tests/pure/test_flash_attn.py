@@ -62,18 +62,18 @@ def dense(
     return torch.einsum("bhij,bjhd->bihd", weights, v), whole
 
 
-def compare(found: tuple[Any, ...], expected: tuple[Any, ...], given: list[torch.Tensor]) -> None:
+def compare(results: tuple[Any, ...], expected: tuple[Any, ...], given: list[torch.Tensor]) -> None:
     """Out, lse and gradients through both."""
-    assert found[2] is None
+    assert results[2] is None
     out, lse = expected
     weights = torch.linspace(-1, 1, out.numel()).reshape(out.shape)
     here = lse.isfinite()
     gradients = [
-        torch.autograd.grad((one * weights).sum() + each[here].square().sum(), given)
-        for one, each in ((found[0], found[1]), (out, lse))
+        torch.autograd.grad((left * weights).sum() + each[here].square().sum(), given)
+        for left, each in ((results[0], results[1]), (out, lse))
     ]
-    for one, other in zip((*found[:2], *gradients[0]), (out, lse, *gradients[1]), strict=True):
-        torch.testing.assert_close(one, other, atol=3e-5, rtol=3e-5)
+    for left, other in zip((*results[:2], *gradients[0]), (out, lse, *gradients[1]), strict=True):
+        torch.testing.assert_close(left, other, atol=3e-5, rtol=3e-5)
 
 
 CHANGES: dict[str, dict[str, Any]] = {
@@ -98,8 +98,8 @@ CHANGES: dict[str, dict[str, Any]] = {
 def test_dense(options: dict[str, Any], lengths: tuple[int, int]) -> None:
     rows, columns = lengths
     given = inputs((2, rows, 4, 16), (2, columns, 2, 16), (2, columns, 2, 16))
-    found = flash_attn.flash_attn_func(*given, return_attn_probs=True, **options)
-    compare(found, dense(*given, **options), given)
+    actual = flash_attn.flash_attn_func(*given, return_attn_probs=True, **options)
+    compare(actual, dense(*given, **options), given)
 
 
 DOCUMENTS = {
@@ -136,35 +136,33 @@ def test_packed(options: dict[str, Any], documents: tuple[list[int], list[int]])
     given = inputs((cu_q[-1], 4, 16), (cu_k[-1], 2, 16), (cu_k[-1], 2, 16))
     first = torch.tensor(cu_q, dtype=torch.int32)
     second = first if cu_q == cu_k else torch.tensor(cu_k, dtype=torch.int32)
-    found = flash_attn.flash_attn_varlen_func(
+    out = flash_attn.flash_attn_varlen_func(
         *(*given, first, second, 5, 6), return_attn_probs=True, **options
     )
-    compare(found, of_documents(given, cu_q, cu_k, options), given)
+    compare(out, of_documents(given, cu_q, cu_k, options), given)
 
 
 @pytest.mark.parametrize("options", [CHANGES["causal window"], CHANGES["alibi"]], ids=str)
 def test_packed_tensors(options: dict[str, Any]) -> None:
     """Several tensors in one, whose gradient is one tensor too."""
     (qkv,) = inputs((2, 5, 3, 4, 16))
-    found = flash_attn.flash_attn_qkvpacked_func(qkv, return_attn_probs=True, **options)
-    compare(found, dense(*qkv.unbind(2), **options), [qkv])
+    out = flash_attn.flash_attn_qkvpacked_func(qkv, return_attn_probs=True, **options)
+    compare(out, dense(*qkv.unbind(2), **options), [qkv])
     q, kv = inputs(Q, (2, 9, 2, 2, 16))
-    found = flash_attn.flash_attn_kvpacked_func(q, kv, return_attn_probs=True, **options)
-    compare(found, dense(q, *kv.unbind(2), **options), [q, kv])
+    out = flash_attn.flash_attn_kvpacked_func(q, kv, return_attn_probs=True, **options)
+    compare(out, dense(q, *kv.unbind(2), **options), [q, kv])
     cu_q, cu_k = DOCUMENTS["equal"][0], DOCUMENTS["different"][1][1:]
     (qkv,) = inputs((8, 3, 4, 16))
     cu = torch.tensor(cu_q)
-    found = flash_attn.flash_attn_varlen_qkvpacked_func(
-        qkv, cu, 5, return_attn_probs=True, **options
-    )
+    out = flash_attn.flash_attn_varlen_qkvpacked_func(qkv, cu, 5, return_attn_probs=True, **options)
     expected = of_documents(list(qkv.unbind(1)), cu_q, cu_q, options)
-    compare(found, expected, [qkv])
+    compare(out, expected, [qkv])
     cu_k = [0, 2, 5, 11]
     q, kv = inputs((8, 4, 16), (11, 2, 2, 16))
-    found = flash_attn.flash_attn_varlen_kvpacked_func(
+    out = flash_attn.flash_attn_varlen_kvpacked_func(
         *(q, kv, cu, torch.tensor(cu_k), 5, 6), return_attn_probs=True, **options
     )
-    compare(found, of_documents([q, *kv.unbind(1)], cu_q, cu_k, options), [q, kv])
+    compare(out, of_documents([q, *kv.unbind(1)], cu_q, cu_k, options), [q, kv])
 
 
 def test_out_alone_by_default() -> None:
@@ -178,27 +176,27 @@ def test_dropout_is_that_of_attention() -> None:
     """Drawn anew at each call, and reproducible; lse is that of all weights."""
     q, k, v = inputs(Q, KV, KV)
     cu = torch.tensor([0, 5])
-    for one, seed in product(
+    for item, seed in product(
         (flash_attn.flash_attn_func, flash_attn.flash_attn_varlen_func), (1, 2)
     ):
-        is_packed = one is flash_attn.flash_attn_varlen_func
+        is_packed = item is flash_attn.flash_attn_varlen_func
         given = (q[0], k[0], v[0], cu, torch.tensor([0, 9]), 5, 9) if is_packed else (q, k, v)
         torch.manual_seed(seed)
-        out, lse, _ = one(*given, 0.5, return_attn_probs=True)
+        out, lse, _ = item(*given, 0.5, return_attn_probs=True)
         torch.manual_seed(seed)
         of_attention = attention_varlen if is_packed else attention
         plain = given[:5] if is_packed else [x.transpose(1, 2) for x in given]
         expected, expected_lse = of_attention(*plain, dropout_p=0.5, return_lse=True)
         torch.testing.assert_close(out, expected if is_packed else expected.transpose(1, 2))
         torch.testing.assert_close(lse, expected_lse)
-        assert not torch.equal(out, one(*given, 0.5))
+        assert not torch.equal(out, item(*given, 0.5))
 
 
 def test_slopes_are_trained_where_they_ask_for_it() -> None:
     given = inputs(Q, KV, KV)
     slopes = torch.rand(4, requires_grad=True)
-    found = flash_attn.flash_attn_func(*given, alibi_slopes=slopes, return_attn_probs=True)
-    compare(found, dense(*given, alibi_slopes=slopes), [*given, slopes])
+    actual = flash_attn.flash_attn_func(*given, alibi_slopes=slopes, return_attn_probs=True)
+    compare(actual, dense(*given, alibi_slopes=slopes), [*given, slopes])
 
 
 SIGNATURES = {
@@ -222,11 +220,11 @@ DEFAULTS = {
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_signatures_are_those_of_flash_attn(name: str) -> None:
     """In this order: callers pass them by position."""
-    found = inspect.signature(getattr(flash_attn, name)).parameters
+    parameters = inspect.signature(getattr(flash_attn, name)).parameters
     expected = dict.fromkeys(SIGNATURES[name], inspect.Parameter.empty) | DEFAULTS
     if name == "flash_attn_varlen_func":
         expected["block_table"] = None
-    assert [(one.name, one.default) for one in found.values()] == list(expected.items())
+    assert [(one.name, one.default) for one in parameters.values()] == list(expected.items())
 
 
 @pytest.mark.parametrize(
@@ -255,11 +253,11 @@ def test_bad_packed_tensors_get_one_line() -> None:
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The kinds of calls that something is chosen for."""
     made: list[Any] = []
-    found = plans.by_call.get
+    actual = plans.by_call.get
 
     def get(key: Any, make: Any) -> Any:
         made.append(key)
-        return found(key, make)
+        return actual(key, make)
 
     monkeypatch.setattr(plans.by_call, "get", get)
     return made

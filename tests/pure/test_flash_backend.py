@@ -93,8 +93,8 @@ def test_overrides_take_what_operators_are_given(name: str) -> None:
         schema_arguments = schema.arguments[1:]
     else:
         schema_arguments = schema.arguments
-    found = inspect.signature(function).parameters.values()
-    positions = [one.name for one in found if one.kind is one.POSITIONAL_OR_KEYWORD]
+    parameters = inspect.signature(function).parameters.values()
+    positions = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
     assert positions == [one.name for one in schema_arguments if not one.kwarg_only]
-    named = {one.name for one in found if one.kind is one.KEYWORD_ONLY}
+    named = {one.name for one in parameters if one.kind is one.KEYWORD_ONLY}
     assert {one.name for one in schema_arguments if one.kwarg_only} <= named

@@ -28,10 +28,10 @@ def expected_of(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, length: int, options: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) of one entry of the batch."""
-    found = flash_attn.flash_attn_func(
+    actual = flash_attn.flash_attn_func(
         q[None], k[None, :length], v[None, :length], **options, return_attn_probs=True
     )
-    return found[0][0], found[1][0]
+    return actual[0][0], actual[1][0]
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -56,8 +56,8 @@ def test_a_cache_of_whole_rows_grows_and_is_read(options: dict[str, Any], new: i
                 row[length : length + new] = tokens[i]
         for cache, row in zip(caches, whole, strict=True):
             assert torch.equal(cache[chosen[i]], row), "written in place"
-        found = expected_of(q[i], *whole, length + new, options)
-        torch.testing.assert_close((out[i], lse[i]), found)
+        actual = expected_of(q[i], *whole, length + new, options)
+        torch.testing.assert_close((out[i], lse[i]), actual)
 
 
 def test_pages_and_one_length_for_all() -> None:
@@ -84,8 +84,8 @@ def test_packed_queries_over_pages() -> None:
     )
     for i, (first, end, length) in enumerate(((0, 5, 20), (5, 6, 40))):
         k, v = (x[table[i]].flatten(0, 1) for x in pages)
-        found = expected_of(q[first:end], k, v, length, {"causal": True})
-        torch.testing.assert_close((out[first:end], lse[:, first:end]), found)
+        actual = expected_of(q[first:end], k, v, length, {"causal": True})
+        torch.testing.assert_close((out[first:end], lse[:, first:end]), actual)
     with pytest.raises(Unsupported, match="expected no dropout_p, and max_seqlen_q"):
         flash_attn.flash_attn_varlen_func(
             q, *pages, starts, keys, 5, 40, dropout_p=0.1, block_table=table
@@ -93,8 +93,8 @@ def test_packed_queries_over_pages() -> None:
 
 
 def test_signature_is_that_of_flash_attn() -> None:
-    found = inspect.signature(flash_attn.flash_attn_with_kvcache).parameters
-    assert list(found) == [
+    parameters = inspect.signature(flash_attn.flash_attn_with_kvcache).parameters
+    assert list(parameters) == [
         *("q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", "cache_seqlens"),
         *("cache_batch_idx", "cache_leftpad", "block_table", "softmax_scale", "causal"),
         *("window_size", "softcap", "rotary_interleaved", "alibi_slopes", "num_splits"),
@@ -131,8 +131,8 @@ def test_a_cache_may_have_room_for_a_larger_batch() -> None:
     q, caches = random(2, 1, HEADS, DIM), [random(3, ROOM, HEADS_KV, DIM) for _ in "kv"]
     out = flash_attn.flash_attn_with_kvcache(q, *caches, cache_seqlens=5)
     for i in range(2):
-        found = expected_of(q[i], *(x[i] for x in caches), 5, {})
-        torch.testing.assert_close(out[i], found[0])
+        actual = expected_of(q[i], *(x[i] for x in caches), 5, {})
+        torch.testing.assert_close(out[i], actual[0])
 
 
 def test_caches_that_have_no_pages_in_common_are_refused() -> None:
@@ -163,11 +163,11 @@ def test_caches_are_taken_where_they_lie(length: int, form: str) -> None:
     for whole, tokens in zip(expected, added, strict=True):
         for i in range(2):
             whole[i, lengths[i] : lengths[i] + 2] = tokens[i]
-    found = flash_attn.flash_attn_with_kvcache(
+    actual = flash_attn.flash_attn_with_kvcache(
         q, k, v, *added, cache_seqlens=lengths, causal=True, return_softmax_lse=True
     )
     assert torch.equal(k, expected[0]), "written in place"
     assert torch.equal(v, expected[1])
     for i in range(2):
-        one = expected_of(q[i], *(x[i] for x in expected), int(lengths[i]) + 2, {"causal": True})
-        torch.testing.assert_close((found[0][i], found[1][i]), one)
+        item = expected_of(q[i], *(x[i] for x in expected), int(lengths[i]) + 2, {"causal": True})
+        torch.testing.assert_close((actual[0][i], actual[1][i]), item)

@@ -31,8 +31,8 @@ def _nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 def journal(tmp_path: Path) -> Path:
     """Return the journal of a study that has been filled."""
     file = tmp_path / "trials.journal"
-    one = Queue(open_storage(f"journal:{file}"), JOB.study, JOB.attributes)
-    assert one.ready(SPACE[:4])
+    queue_a = Queue(open_storage(f"journal:{file}"), JOB.study, JOB.attributes)
+    assert queue_a.ready(SPACE[:4])
     return file
 
 
@@ -103,8 +103,8 @@ def test_an_error_that_lasts_ends_at_once_in_its_own_words(name: str, journal: P
 def test_a_database_that_cannot_grow_ends_at_once(tmp_path: Path) -> None:
     import sqlalchemy
 
-    one = sqlalchemy.create_engine(f"sqlite:///{tmp_path}/trials.db")
-    with one.connect() as connection:
+    engine = sqlalchemy.create_engine(f"sqlite:///{tmp_path}/trials.db")
+    with engine.connect() as connection:
         connection.exec_driver_sql("PRAGMA max_page_count = 2")
         connection.exec_driver_sql("CREATE TABLE t (text)")
 

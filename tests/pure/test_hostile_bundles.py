@@ -44,7 +44,7 @@ HOSTILE = {
     "an absolute path": lambda m: with_binary(m, file="/etc/passwd"),
     "a hidden path": lambda m: with_binary(m, file="sm_90/../../x.cubin"),
     "a source elsewhere": lambda m: with_binary(m, source="kernels/../../x.py"),
-    "a name that is none": lambda m: with_binary(m, function="f; g"),
+    "an invalid name": lambda m: with_binary(m, function="f; g"),
     "a strange type": lambda m: with_binary(m, arguments=[{"name": "q_ptr", "type": "void"}]),
     "a strange size": lambda m: with_binary(m, grid=[{"size": "__class__", "divisor": 1}]),
     "a divisor of 0": lambda m: with_binary(m, grid=[{"size": "batch", "divisor": 0}]),
@@ -53,7 +53,7 @@ HOSTILE = {
     "a float": lambda m: with_binary(m, registers=1.5),
     "not a number": lambda m: with_binary(m, registers=float("nan")),
     "a digest too short": lambda m: with_binary(m, sha256="abc"),
-    "a config that is none": lambda m: with_binary(m, config={"block_m": 3, "block_n": 64}),
+    "an invalid config": lambda m: with_binary(m, config={"block_m": 3, "block_n": 64}),
     "an unknown kernel": lambda m: with_binary(m, kernel="sort"),
     "half a family": lambda m: with_problem(m, backward=m["problems"][0]["backward"][:2]),
     "a length of 0": lambda m: with_problem(m, problem="b1 hq8 hkv2 q0 kv0 d64 bf16 causal"),
@@ -159,9 +159,9 @@ def argument(binary: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def rename(manifest: dict[str, Any], binary: dict[str, Any], file: str) -> None:
-    for one in manifest["problems"]:
-        for its in one["forward"]:
-            its["file"] = file if its["file"] == binary["file"] else its["file"]
+    for served in manifest["problems"]:
+        for own in served["forward"]:
+            own["file"] = file if own["file"] == binary["file"] else own["file"]
     binary["file"] = file
 
 

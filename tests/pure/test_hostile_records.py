@@ -205,9 +205,9 @@ def test_the_record_they_are_made_from_is_good(tmp_path: Path) -> None:
     file = tmp_path / RECORD.path
     file.parent.mkdir(parents=True)
     file.write_bytes(edited("trials", value=65))
-    found = look_up(TASK, where=[own(tmp_path)])
-    assert found is not None
-    assert found.record == record(trials=65)
+    entry = look_up(TASK, where=[own(tmp_path)])
+    assert entry is not None
+    assert entry.record == record(trials=65)
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -220,9 +220,9 @@ def test_own_file_is_set_aside_and_the_next_location_answers(
     message, movable = HOSTILE[name][1:]
     where = [own(tmp_path / "own"), place(tmp_path / "shipped", RECORD, "shipped")]
     for _ in range(3):
-        found = look_up(TASK, where=where)
-        assert found is not None
-        assert found.origin == "shipped"
+        entry = look_up(TASK, where=where)
+        assert entry is not None
+        assert entry.origin == "shipped"
     (warning,) = caplog.messages
     assert str(file) in warning
     assert message in warning
@@ -243,9 +243,9 @@ def test_file_of_others_is_only_passed_over(
         Location(str(tmp_path / "shared"), "shared"),
         place(tmp_path / "shipped", RECORD, "shipped"),
     ]
-    found = look_up(TASK, where=where)
-    assert found is not None
-    assert found.origin == "shipped"
+    entry = look_up(TASK, where=where)
+    assert entry is not None
+    assert entry.origin == "shipped"
     assert os.path.lexists(file)
     assert len(caplog.messages) == 1
 

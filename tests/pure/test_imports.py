@@ -11,16 +11,16 @@ ROOT = Path(__file__).parents[2]
 
 def needed(path: Path, modules: set[str]) -> set[str]:
     """The modules that one imports, inside functions too, and only for types."""
-    found: set[str] = set()
+    actual: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         match node:
             case ast.ImportFrom(module=str() as module, names=names):
-                found |= {f"{module}.{one.name}" for one in names} & modules or {module}
+                actual |= {f"{module}.{one.name}" for one in names} & modules or {module}
             case ast.Import(names=names):
-                found |= {one.name for one in names}
+                actual |= {one.name for one in names}
             case _:
                 pass
-    return found & modules
+    return actual & modules
 
 
 def test_no_modules_need_each_other() -> None:

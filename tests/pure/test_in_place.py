@@ -36,18 +36,18 @@ def test_pytorch_follows_the_tensor_of_a_mask(name: str, way: str) -> None:
 def test_lists_follow_their_tensor(way: str) -> None:
     cache, shape = ListCache(), shape_of(64, 16)
     ids = given(way, torch.arange(64) // 10)
-    found = [cache.get(SAME_DOCUMENT, [ids], shape, device="cpu", side="rows") for _ in range(2)]
-    assert found[0] is found[1]
+    results = [cache.get(SAME_DOCUMENT, [ids], shape, device="cpu", side="rows") for _ in range(2)]
+    assert results[0] is results[1]
     WAYS[way](ids, torch.zeros(64, dtype=torch.int64))
     after = cache.get(SAME_DOCUMENT, [ids], shape, device="cpu", side="rows")
-    assert found[0].visited_tiles < after.visited_tiles == 16
+    assert results[0].visited_tiles < after.visited_tiles == 16
 
 
 def test_what_is_compiled_does_not_depend_on_values() -> None:
     cu = torch.tensor([0, 30, 31, 70])
-    one, other = (packed(cu, tokens=70).stand_in for _ in range(2))
+    left, other = (packed(cu, tokens=70).stand_in for _ in range(2))
     cu.copy_(torch.tensor([0, 1, 2, 70]))
-    assert one == other == packed(cu, tokens=70).stand_in
+    assert left == other == packed(cu, tokens=70).stand_in
     same, equal = packed(cu, cu), packed(cu, cu.clone())
     assert same.values[0].origin != equal.values[0].origin  # by what they are, not by what they say
 
@@ -124,8 +124,8 @@ def test_ids_of_a_function_need_not_stay_whole(
             ids.copy_(changed)
             expected = ids[..., :, None] == ids[..., None, :]
             batch = len(ids) if ids.ndim == 2 else 1
-            found = dense_mask(mask, 8, 8, batch=batch)
-            assert torch.equal(found.expand(batch, 1, 8, 8)[:, 0], expected.expand(batch, 8, 8))
+            actual = dense_mask(mask, 8, 8, batch=batch)
+            assert torch.equal(actual.expand(batch, 1, 8, 8)[:, 0], expected.expand(batch, 8, 8))
 
 
 def test_tensors_that_a_function_makes_follow_those_it_captures() -> None:

@@ -36,9 +36,9 @@ def test_bits_of_tiles(name: str) -> None:
         if random.random() < 0.5:
             left[1] = min(left[1], left[0] + random.randint(0, 9))
         given = (Interval(*(torch.tensor([end]) for end in ends)) for ends in (left, right))
-        found = compute(name, *given)
+        actual = compute(name, *given)
         values = _all(name, left, right)
-        assert int(found.lo) <= min(values) <= max(values) <= int(found.hi), (left, right)
+        assert int(actual.lo) <= min(values) <= max(values) <= int(actual.hi), (left, right)
 
 
 def _all(name: str, left: list[int], right: list[int]) -> list[int]:
@@ -60,8 +60,8 @@ def test_what_is_not_bounded_stays_so() -> None:
         abs(unbounded) + Q,
     ):
         values = points([], given, CPU)(expr)
-        found = tile_bounds([], tile, CPU, {})(expr)
-        assert int(found.lo) <= int(values.min()) <= int(values.max()) <= int(found.hi), expr
+        actual = tile_bounds([], tile, CPU, {})(expr)
+        assert int(actual.lo) <= int(values.min()) <= int(values.max()) <= int(actual.hi), expr
 
 
 def _single(value: int) -> Interval:
@@ -89,8 +89,8 @@ def test_integer_formulas(seed: int) -> None:
         for symbol, (low, high) in known.items()
         if symbol in given
     }
-    found = tile_bounds(captured, tile, CPU, {})(expr)
-    assert int(found.lo) <= int(values.min()) <= int(values.max()) <= int(found.hi)
+    actual = tile_bounds(captured, tile, CPU, {})(expr)
+    assert int(actual.lo) <= int(values.min()) <= int(values.max()) <= int(actual.hi)
 
 
 def _with_bits(random: Random, expr: Expr) -> Expr:

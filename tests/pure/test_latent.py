@@ -108,9 +108,9 @@ def test_a_program_holds_one_tile_for_both() -> None:
 def test_a_tile_may_hold_a_part_of_a_group(heads: str, expected: tuple[int, ...]) -> None:
     problem = AttentionProblem.parse(f"{heads} q1 kv4096 d512 bf16 latent")
     assert heads_of_tiles(problem) == expected
-    assert {one.heads for one in all_configs(task("fwd_split", problem))} == set(expected)
-    for one in expected:
-        config = TileConfig(block_m=max(1, 16 // one), block_n=64, heads=one, split_kv=512)
+    assert {item.heads for item in all_configs(task("fwd_split", problem))} == set(expected)
+    for item in expected:
+        config = TileConfig(block_m=max(1, 16 // item), block_n=64, heads=item, split_kv=512)
         held = tile_heads(config, problem.group_size)
         assert (
             splits_of(tiled("fwd_split", problem, config)).tiles_of_group * held
@@ -126,15 +126,16 @@ def test_tiles_of_other_heads_are_ranked_by_their_own_traffic() -> None:
     )
     assert part.read_bytes > 3.5 * all_.read_bytes
     ranked = {
-        one.config.key: one for one in propose(KernelTask.of("fwd_split", DECODE, H200), top=5000)
+        item.config.key: item
+        for item in propose(KernelTask.of("fwd_split", DECODE, H200), top=5000)
     }
-    for one in (all_, part):
-        if one.config.key in ranked:
-            assert ranked[one.config.key].estimate.read_bytes == one.read_bytes
-    assert sum(one.config.heads == 16 for one in ranked.values()) > 0
-    for key, one in ranked.items():
+    for item in (all_, part):
+        if item.config.key in ranked:
+            assert ranked[item.config.key].estimate.read_bytes == item.read_bytes
+    assert sum(item.config.heads == 16 for item in ranked.values()) > 0
+    for key, item in ranked.items():
         expected = traffic_of(tiled("fwd_split", DECODE, TileConfig.parse(key)))
-        assert one.estimate.read_bytes == expected.read_bytes
+        assert item.estimate.read_bytes == expected.read_bytes
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def started(problem: AttentionProblem, kernel: Kernel) -> list[tuple[int, int, i
     rows = problem.seqlen_kv if kernel == "bwd_dkdv" else problem.seqlen_q
     heads = problem.num_heads_kv if kernel == "bwd_dkdv" else problem.num_heads_q
     count = -(-rows // 64) * heads * problem.batch
-    found: list[tuple[int, int, int]] = []
+    results: list[tuple[int, int, int]] = []
     for program in range(count):
         tl = SimpleNamespace(
             program_id=lambda axis, program=program: program,
@@ -59,8 +59,8 @@ def started(problem: AttentionProblem, kernel: Kernel) -> list[tuple[int, int, i
         for lines in (*schedule, textwrap.dedent(text)):
             # Python's integers have any number of bits, and no method for it.
             exec(re.sub(r"[.]to[(]tl[.]int64[)]", "", lines), names)
-        found.append((names[tile], names[head], names["batch"]))
-    return found
+        results.append((names[tile], names[head], names["batch"]))
+    return results
 
 
 SHAPES = (
@@ -76,24 +76,24 @@ SHAPES = (
 @pytest.mark.parametrize("shape", SHAPES[:2])
 def test_every_tile_is_computed_once(shape: str, kernel: Kernel, mask: str) -> None:
     problem = PARSE(f"{shape} bf16 {mask}")
-    found = started(problem, kernel)
-    assert len(found) == len(set(found))
+    actual = started(problem, kernel)
+    assert len(actual) == len(set(actual))
     rows = problem.seqlen_kv if kernel == "bwd_dkdv" else problem.seqlen_q
     heads = problem.num_heads_kv if kernel == "bwd_dkdv" else problem.num_heads_q
-    assert {one[0] for one in found} == set(range(-(-rows // 64)))
-    assert {one[1] for one in found} == set(range(heads))
-    assert {one[2] for one in found} == set(range(problem.batch))
+    assert {one[0] for one in actual} == set(range(-(-rows // 64)))
+    assert {one[1] for one in actual} == set(range(heads))
+    assert {one[2] for one in actual} == set(range(problem.batch))
 
 
 @pytest.mark.parametrize("shape, together", [*zip(SHAPES, (1, 6, 2, 1), strict=True)])
 def test_heavy_tiles_of_the_heads_that_l2_holds_start_first(shape: str, together: int) -> None:
     problem = PARSE(f"{shape} bf16 causal(bottom_right)")
     assert heads_together(problem, KERNELS["fwd"]) == together
-    found = started(problem, "fwd")
+    actual = started(problem, "fwd")
     tiles, group = -(-problem.seqlen_q // 64), problem.group_size
     section = together * group * tiles
-    for first in range(0, len(found), section):
-        part = found[first : first + section]
+    for first in range(0, len(actual), section):
+        part = actual[first : first + section]
         order = [tile for tile, _, _ in part]
         assert order == sorted(order, reverse=True)
         heads = {(batch, head // group) for _, head, batch in part}
@@ -150,7 +150,7 @@ def test_the_tail_is_that_of_the_lightest_programs(shape: str) -> None:
 
 def test_heads_that_start_together_are_read_from_dram_once() -> None:
     problem = PARSE("b1 hq32 hkv8 q8192 d128 bf16 causal")
-    found = levels(Tiled.of("fwd", problem, gpu("h200"), TileConfig.parse("m128n128w8s2t")))
-    assert found.sweeps == 1
+    dram = levels(Tiled.of("fwd", problem, gpu("h200"), TileConfig.parse("m128n128w8s2t")))
+    assert dram.sweeps == 1
     small = levels(Tiled.of("fwd", problem, gpu("rtx3090"), TILE))
     assert small.sweeps > 1.5, "32 MB do not fit into 6"

@@ -43,8 +43,8 @@ def alone(*given: torch.Tensor, is_causal: bool) -> Results:
 
 
 def agree(ours: Results, expected: Results) -> None:
-    for one, other in zip(ours, expected, strict=True):
-        torch.testing.assert_close(one.double(), other, atol=1e-5, rtol=1e-5)
+    for left, other in zip(ours, expected, strict=True):
+        torch.testing.assert_close(left.double(), other, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("poisoned", [0, 1, 2])

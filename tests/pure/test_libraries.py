@@ -237,10 +237,10 @@ def test_the_fastest_that_is_right_is_recorded(machine: Machine) -> None:
     }  # fmt: skip
     for wrong, winner in (((), "cudnn"), (("cudnn",), "flash"), (BACKENDS[:2], "efficient")):
         machine(times, *wrong)
-        found = tune_libraries(PROBLEM, SPEC, "forward")
-        assert found is not None
-        assert (found.library, found.measurement) == (winner, times[winner])
-        assert library_record(PROBLEM, SPEC, "forward") == found
+        record = tune_libraries(PROBLEM, SPEC, "forward")
+        assert record is not None
+        assert (record.library, record.measurement) == (winner, times[winner])
+        assert library_record(PROBLEM, SPEC, "forward") == record
     machine(times, *BACKENDS)
     assert tune_libraries(PROBLEM, SPEC, "backward") is None
     assert library_record(PROBLEM, SPEC, "backward") is None
@@ -249,9 +249,9 @@ def test_the_fastest_that_is_right_is_recorded(machine: Machine) -> None:
 def test_what_a_library_refuses_is_no_time(machine: Machine) -> None:
     refused = Measurement(status="launch_failed", message="No available kernel")
     machine({"cudnn": refused, "flash": timed(20.0), "efficient": refused})
-    found = tune_libraries(PROBLEM, SPEC, "backward")
-    assert found is not None
-    assert found.library == "flash"
+    record = tune_libraries(PROBLEM, SPEC, "backward")
+    assert record is not None
+    assert record.library == "flash"
 
 
 def test_only_those_that_mean_the_same_are_measured(machine: Machine) -> None:

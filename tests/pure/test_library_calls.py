@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 # --------------------------------------------------------------------------------------------------
-# Calling: on a CPU by its own operator, which is made alike
+# Calling: on a CPU by PyTorch's operator for it, which has the same form
 
 
 def on_cpu(*, doubled: bool = False) -> Operators:
@@ -66,14 +66,14 @@ def test_a_call_goes_to_the_library_and_means_the_same(scale: float) -> None:
         save_time(1.0, direction)
     x = make_inputs(PROBLEM)
     with as_on_a_gpu(notes=True) as driver:
-        found = both(tilegen.causal(), x.q, x.k, x.v, x.dout, scale=scale)
+        actual = both(tilegen.causal(), x.q, x.k, x.v, x.dout, scale=scale)
         assert driver.launches == []
-    wide = [one.double().requires_grad_() for one in (x.q, x.k, x.v)]
+    wide = [item.double().requires_grad_() for item in (x.q, x.k, x.v)]
     out, lse = attention_reference(*wide, mask=tilegen.causal(), scale=scale)
     gradients = torch.autograd.grad(out, wide, x.dout.double())
-    for one, expected in zip(found, (out, lse, *gradients), strict=True):
-        assert one.shape == expected.shape
-        torch.testing.assert_close(one.double(), expected, atol=0.03, rtol=0.03)
+    for item, expected in zip(actual, (out, lse, *gradients), strict=True):
+        assert item.shape == expected.shape
+        torch.testing.assert_close(item.double(), expected, atol=0.03, rtol=0.03)
 
 
 @pytest.mark.usefixtures("measured", "cpu_flash")
@@ -189,19 +189,19 @@ def test_results_are_laid_out_as_by_the_kernels(
     assert forward[0].stride() == x.q.stride()
     assert forward[1].is_contiguous()
     wanted = Wanted(dq=True, dkdv=False, sinks=False, captured=())
-    found = library.backward((x.q, x.k, x.v, *forward), x.dout, 0.25, wanted)
-    assert found is not None
-    assert found.dq is not None
-    assert found.dq.stride() == x.q.stride()
-    assert found.dk is found.dv is None
+    grads = library.backward((x.q, x.k, x.v, *forward), x.dout, 0.25, wanted)
+    assert grads is not None
+    assert grads.dq is not None
+    assert grads.dq.stride() == x.q.stride()
+    assert grads.dk is grads.dv is None
 
 
 def test_the_check_finds_wrong_results(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = AttentionProblem.parse("hq2 q40 kv40 d16 bf16 causal")
     for doubled in (False, True):
         monkeypatch.setitem(OPERATORS, "flash", on_cpu(doubled=doubled))
-        found = check_library(problem, "forward", "flash", "cpu")
-        assert (found is not None) == doubled
+        actual = check_library(problem, "forward", "flash", "cpu")
+        assert (actual is not None) == doubled
     monkeypatch.setitem(OPERATORS, "flash", on_cpu())
     assert check_library(problem, "backward", "flash", "cpu") is None
 
@@ -247,12 +247,12 @@ def test_operators_are_given_mask_scale_and_lse(backend: Backend, causal: bool) 
         OPERATORS[backend].forward(q, q, q, causal, 0.3)
         OPERATORS[backend].backward(dout, q, q, q, out, lse, causal, 0.3)
     forward, backward = given.seen.values()
-    for one in (forward, backward):
-        assert one.get("is_causal", False) is causal
-        assert one["scale"] == 0.3
-        assert one.get("dropout_p", 0.0) == 0.0
-        assert one.get("attn_bias") is None
-        assert one["query"] is one["key"] is one["value"] is q
+    for operator in (forward, backward):
+        assert operator.get("is_causal", False) is causal
+        assert operator["scale"] == 0.3
+        assert operator.get("dropout_p", 0.0) == 0.0
+        assert operator.get("attn_bias") is None
+        assert operator["query"] is operator["key"] is operator["value"] is q
     assert forward.get("compute_log_sumexp", True)
     assert backward["out"] is out
     assert next(iter(backward.values())) is dout

@@ -102,8 +102,8 @@ def test_a_captured_graph_is_right_for_values_to_come(monkeypatch: pytest.Monkey
     shape = replace(SHAPE, seqlen_kv=100)
     sides: tuple[Side, ...] = ("rows", "columns")
     for side, (stationary, streamed) in zip(sides, ((4, 7), (7, 4)), strict=True):
-        found = cache.get(SAME_DOCUMENT, [ids], shape, device="cpu", side=side)
-        live, full = found.flags(streamed)
+        actual = cache.get(SAME_DOCUMENT, [ids], shape, device="cpu", side=side)
+        live, full = actual.flags(streamed)
         assert live.shape == (1, 1, stationary, streamed)
         assert live.all()
         assert not full.any()
@@ -147,11 +147,11 @@ def test_threads_build_lists_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(tile_lists, "build", slow_build)
     cache, ids = ListCache(), torch.arange(64) // 10
-    found: list[TileLists] = []
+    results: list[TileLists] = []
 
     def ask() -> None:
         entered.wait()
-        found.append(rows(cache, SAME_DOCUMENT, ids))
+        results.append(rows(cache, SAME_DOCUMENT, ids))
 
     threads = [threading.Thread(target=ask) for _ in range(4)]
     for thread in threads:
@@ -159,8 +159,8 @@ def test_threads_build_lists_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for thread in threads:
         thread.join()
     assert len(builds) == 1
-    assert len(found) == 4
-    assert len(set(map(id, found))) == 1
+    assert len(results) == 4
+    assert len(set(map(id, results))) == 1
 
 
 def test_stale_lists_are_rebuilt_after_a_failed_build(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,10 +29,10 @@ def counted(mask: Mask, side: Side, shape: TiledShape) -> list[list[int]]:
     lists = build(mask.predicate(side), tensors, shape, device="cpu", side=side)
     starts, tiles = lists.starts.tolist(), lists.tiles.tolist()
     last = (shape.columns if side == "rows" else shape.rows) - 1
-    found: list[list[int]] = []
+    results: list[list[int]] = []
     for first, middle, end in zip(starts[:-2:2], starts[1::2], starts[2::2], strict=True):
-        found.append([end - first, middle - first, tiles[first:end].count(last)])
-    return found
+        results.append([end - first, middle - first, tiles[first:end].count(last)])
+    return results
 
 
 def said(ranges: TileRanges) -> list[list[int]]:

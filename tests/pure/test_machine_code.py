@@ -21,7 +21,7 @@ WAIT = "WARPGROUP.DEPBAR.LE gsb0, 0x0 ;"
 
 
 def sass(*lines: str) -> str:
-    """Return what a disassembler prints of a kernel; a line that ends with a colon is a label."""
+    """Return a kernel's disassembly; a line that ends with a colon is a label."""
     text = ['\t.headerflags\t@"EF_CUDA_SM90"', "", '\t.section\t.text.kernel,"ax",@progbits']
     text += ["kernel:", ".text.kernel:"]
     at = 0
@@ -152,10 +152,10 @@ def test_a_loop_over_slices_belongs_to_its_step() -> None:
         "EXIT ;",
     )
     code = read(text, warps=4)
-    one = 64 * 128 * 16
-    step = step_of(code, (3 * 4 + 1) * one)
+    product = 64 * 128 * 16
+    step = step_of(code, (3 * 4 + 1) * product)
     assert step.instructions == 4 * (3 * 5 + 4)
-    assert code.step((3 * 4 + 2) * one) is None
+    assert code.step((3 * 4 + 2) * product) is None
 
 
 def test_a_kernel_without_a_loop_is_its_steps() -> None:

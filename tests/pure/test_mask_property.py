@@ -112,8 +112,8 @@ def combined(draw: st.DrawFn, leaves: st.SearchStrategy[Mask]) -> Mask:
         way = draw(st.sampled_from("&|&|~"))
         if way == "~":
             return ~level(depth - 1)
-        one, other = level(depth - 1), level(draw(st.integers(0, depth - 1)))
-        return one & other if way == "&" else one | other
+        left, other = level(depth - 1), level(draw(st.integers(0, depth - 1)))
+        return left & other if way == "&" else left | other
 
     return level(draw(st.sampled_from([2, 3, 1, 2, 0])))
 
@@ -138,7 +138,7 @@ def check(
     *,
     exact: bool,
 ) -> None:
-    found, listed = found_classes(
+    batch, listed = found_classes(
         mask,
         side,
         seqlen_q=seqlen_q,
@@ -151,10 +151,10 @@ def check(
     keep = pairs(mask, seqlen_q, seqlen_kv)
     expected = brute_force(keep, side, block_m, block_n, listed=listed)
     if exact or listed:
-        assert (found == expected).all(), (found, expected)
+        assert (batch == expected).all(), (batch, expected)
     else:
-        assert ((found > 0) >= (expected > 0)).all(), "a kept pair is missed"
-        assert ((found == 2) <= (expected == 2)).all(), "a dropped pair is kept"
+        assert ((batch > 0) >= (expected > 0)).all(), "a kept pair is missed"
+        assert ((batch == 2) <= (expected == 2)).all(), "a dropped pair is kept"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -354,7 +354,7 @@ def test_areas_count_the_tiles_that_hold_pairs(
 ) -> None:
     mask = sliding_window(left, right)
     for block_m, block_n in ((4, 8), (16, 4)):
-        found = tile_ranges(
+        ranges = tile_ranges(
             mask, "rows", seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, block_m=block_m, block_n=block_n
         )
         tiles = {
@@ -362,4 +362,4 @@ def test_areas_count_the_tiles_that_hold_pairs(
             for q in range(seqlen_q)
             for k in range(max(0, q - left), min(seqlen_kv, q + right + 1))
         }
-        assert found.visited_tiles == len(tiles)
+        assert ranges.visited_tiles == len(tiles)

@@ -51,24 +51,24 @@ def dense(mask: Mask, seqlen_q: int, seqlen_kv: int) -> np.ndarray:
 def classes(ranges: TileRanges, tiles: int) -> list[list[str]]:
     """The class of every tile, from the ranges; that none is in two of them is checked on the
     way."""
-    found = [["empty"] * tiles for _ in range(ranges.visited.size)]
+    results = [["empty"] * tiles for _ in range(ranges.visited.size)]
     for name, pieces in zip(("partial", "full"), ranges.pieces, strict=True):
         for lo, hi in pieces:
             lo, hi = (np.broadcast_to(edge, ranges.visited.shape).ravel() for edge in (lo, hi))
-            for i, row in enumerate(found):
+            for i, row in enumerate(results):
                 assert lo[i] <= hi[i]
                 for t in range(lo[i], hi[i]):
                     assert row[t] == "empty"
                     row[t] = name
-    return found
+    return results
 
 
 def expected_classes(keep: np.ndarray, stationary: int, block: int) -> list[list[str]]:
-    found: list[list[str]] = []
+    results: list[list[str]] = []
     for first in range(0, keep.shape[0], stationary):
         rows = keep[first : first + stationary]
         tiles = [rows[:, t : t + block] for t in range(0, keep.shape[1], block)]
-        found.append(
+        results.append(
             [
                 "full"
                 if tile.all() and tile.shape[1] == block
@@ -78,7 +78,7 @@ def expected_classes(keep: np.ndarray, stationary: int, block: int) -> list[list
                 for tile in tiles
             ]
         )
-    return found
+    return results
 
 
 @pytest.mark.parametrize("text", MASKS)

@@ -81,37 +81,39 @@ def test_times_are_kept_to_the_nanosecond() -> None:
 
 @pytest.mark.parametrize("times", [[], [1.0, 0.0], [-1.0], [float("nan")], [float("inf")]])
 def test_what_is_no_time_is_a_failure(times: list[float]) -> None:
-    found = summarise(times)
-    assert found.status == "launch_failed"
-    assert "expected times above 0 us" in found.message
-    assert found.median_us is None
+    actual = summarise(times)
+    assert actual.status == "launch_failed"
+    assert "expected times above 0 us" in actual.message
+    assert actual.median_us is None
 
 
 def test_warm_up_is_not_counted() -> None:
-    found = measure(lambda: None, seconds=0.01, timer=Recorded([5000.0, *[10.0] * MAX_REPEATS]))
-    assert found.status == "ok"
-    assert (found.p20_us, found.median_us, found.p80_us) == (10.0, 10.0, 10.0)
+    measurement = measure(
+        lambda: None, seconds=0.01, timer=Recorded([5000.0, *[10.0] * MAX_REPEATS])
+    )
+    assert measurement.status == "ok"
+    assert (measurement.p20_us, measurement.median_us, measurement.p80_us) == (10.0, 10.0, 10.0)
 
 
 def test_fast_launches_stop_at_the_largest_number() -> None:
     timer = Recorded([10.0])
-    found = measure(lambda: None, seconds=60.0, timer=timer)
-    assert found.repeats == MAX_REPEATS
+    measurement = measure(lambda: None, seconds=60.0, timer=timer)
+    assert measurement.repeats == MAX_REPEATS
     assert sum(timer.batches) == MAX_REPEATS + 1
     assert max(timer.batches) == measure_module.MAX_BATCH
 
 
 def test_slow_launches_run_as_often_as_asked_then_stop() -> None:
     timer = Recorded([10.0], sleep=0.03)
-    found = measure(lambda: None, min_repeats=8, seconds=0.2, timer=timer)
-    assert 8 <= found.repeats <= 12
+    measurement = measure(lambda: None, min_repeats=8, seconds=0.2, timer=timer)
+    assert 8 <= measurement.repeats <= 12
 
 
 def test_very_slow_launch_is_cut_off() -> None:
     timer = Recorded([10.0], sleep=0.05)
-    found = measure(lambda: None, min_repeats=1000, seconds=0.01, timer=timer)
-    assert found.status == "ok"
-    assert found.repeats == 1
+    measurement = measure(lambda: None, min_repeats=1000, seconds=0.01, timer=timer)
+    assert measurement.status == "ok"
+    assert measurement.repeats == 1
 
 
 @pytest.mark.parametrize("after", [0, 1, 5])
@@ -132,18 +134,23 @@ def test_very_slow_launch_is_cut_off() -> None:
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
 )
 def test_failures_are_values(error: Exception, status: str, message: str, after: int) -> None:
-    found = measure(raising(error, after), seconds=0.01, timer=Recorded([10.0]))
-    assert status == found.status
-    assert message in found.message
-    assert (found.median_us, found.p20_us, found.p80_us, found.repeats) == (None, None, None, 0)
+    measurement = measure(raising(error, after), seconds=0.01, timer=Recorded([10.0]))
+    assert status == measurement.status
+    assert message in measurement.message
+    assert (measurement.median_us, measurement.p20_us, measurement.p80_us, measurement.repeats) == (
+        None,
+        None,
+        None,
+        0,
+    )
 
 
 def test_a_class_that_only_has_the_name_is_a_failed_launch() -> None:
     class OutOfResources(Exception):
         """Somebody else's."""
 
-    found = measure(raising(OutOfResources("x")), timer=Recorded([1.0]))
-    assert found.status == "launch_failed"
+    measurement = measure(raising(OutOfResources("x")), timer=Recorded([1.0]))
+    assert measurement.status == "launch_failed"
 
 
 def test_interrupt_is_not_swallowed() -> None:

@@ -48,7 +48,7 @@ MASKS: dict[str, Callable[[Any, Any], Any]] = {
     "tables with NaN": lambda q, k: ~(HOLED[k] <= HOLED[q]),
     "tables with NaN by column": lambda q, k: ~(HOLED[k] < 3) & (k <= q),
     "tables with NaN either way": lambda q, k: (HOLED[k] < 3) | (HOLED[k] >= 3),
-    "where a table is no number": lambda q, k: HOLED[k] == HOLED[k],
+    "where a table is NaN": lambda q, k: HOLED[k] == HOLED[k],
     "chosen by tables with NaN": lambda q, k: torch.where(HOLED[k] < 3, k < q, k >= q),
     "a root squared": lambda q, k: torch.sqrt(far(q, k)) ** 2 >= -100,
     "a logarithm times 0": lambda q, k: torch.log(far(q, k)) * 0 == 0,
@@ -65,8 +65,8 @@ def test_nan_is_neither_larger_nor_smaller(name: str) -> None:
         0, 0
     ]
     mask, index = tilegen.predicate(lambda b, h, q, k: fn(q, k)), torch.arange(length)
-    found = mask.kept(index[:, None], index[None], length, length)
-    assert torch.equal(found.expand(length, length), expected)
+    actual = mask.kept(index[:, None], index[None], length, length)
+    assert torch.equal(actual.expand(length, length), expected)
     opposite = (~mask).kept(index[:, None], index[None], length, length)
     assert torch.equal(opposite.expand(length, length), ~expected)
     assert parse_mask(mask.notation).notation == mask.notation
@@ -78,13 +78,13 @@ def test_scores_are_numbers_where_pytorch_has_them() -> None:
         lambda s, b, h, q, k: s + torch.sqrt(far(q, k)) ** 2,
         lambda s, b, h, q, k: s / (q - k) * (q - k),
     ):
-        found = value_of(tilegen.score(function), index, s)
+        value = value_of(tilegen.score(function), index, s)
         expected = function(s, 0, 0, index[:, None], index[None])
-        assert torch.allclose(found, expected, equal_nan=True)
-        assert found.isnan().any()
+        assert torch.allclose(value, expected, equal_nan=True)
+        assert value.isnan().any()
     score = tilegen.score(lambda s, b, h, q, k: torch.where(~(torch.log(far(q, k)) < 1), s, 0.0))
-    found = value_of(score, index, s)
-    assert torch.equal(found, 1.0 * ~(torch.log(far(index[:, None], index[None])) < 1))
+    value = value_of(score, index, s)
+    assert torch.equal(value, 1.0 * ~(torch.log(far(index[:, None], index[None])) < 1))
 
 
 def value_of(score: Any, index: torch.Tensor, s: torch.Tensor) -> torch.Tensor:

@@ -113,16 +113,16 @@ def called(name: str, **changed: Any) -> None:
     "name, argument", [(name, one) for name in CALLS for one in CALLS[name][1]]
 )
 def test_misfits_are_refused_in_a_line(name: str, argument: str) -> None:
-    for misfit, one in MISFITS.items():
-        if (argument, misfit) in FITTING or (one is None and is_optional(name, argument)):
+    for misfit, call in MISFITS.items():
+        if (argument, misfit) in FITTING or (call is None and is_optional(name, argument)):
             continue
         with pytest.raises(TilegenError) as caught:
-            called(name, **{argument: one})
+            called(name, **{argument: call})
         assert "\n" not in str(caught.value), misfit
 
 
 def is_optional(name: str, argument: str) -> bool:
-    """Whether an argument may be None."""
+    """Return True if an argument may be None."""
     return CALLS[name][1][argument] is None or (name, argument) == ("flash, pages", "block_table")
 
 
@@ -130,8 +130,8 @@ def test_misfits_beside_jagged_tensors_are_refused() -> None:
     jagged = torch.nested.nested_tensor(
         [torch.randn(3, 2, 16), torch.randn(5, 2, 16)], layout=torch.jagged
     ).transpose(1, 2)
-    for one in MISFITS.values():
-        for given in ((jagged, one, jagged), (jagged, jagged, one)):
+    for misfit in MISFITS.values():
+        for given in ((jagged, misfit, jagged), (jagged, jagged, misfit)):
             with pytest.raises(InvalidProblem, match="must be a jagged nested tensor"):
                 tilegen.attention(*given)
 

@@ -75,9 +75,9 @@ def test_what_tuning_writes_is_what_a_call_looks_up(
     assert (tmp_path / record_path("h200", "fwd", bucket)).is_file()
     assert written.problem == bucket
     for asked in (problem, bucket, PARSE(bucket.key)):
-        found = look_up(KernelTask.of("fwd", asked, H200))
-        assert found is not None
-        assert found.record == written
+        entry = look_up(KernelTask.of("fwd", asked, H200))
+        assert entry is not None
+        assert entry.record == written
     assert {job.problem for job in jobs_of([problem], H200)} == {bucket}
 
 

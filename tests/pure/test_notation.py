@@ -102,10 +102,10 @@ def test_whatever_is_read_is_a_mask(text: str) -> None:
     assert parse_mask(mask.notation) == mask
     assert not any(character.isspace() for character in mask.notation)
     try:
-        found = tile_ranges(mask, "rows", seqlen_q=9, seqlen_kv=9, block_m=4, block_n=4)
+        ranges = tile_ranges(mask, "rows", seqlen_q=9, seqlen_kv=9, block_m=4, block_n=4)
     except Unsupported:
         return
-    assert found.full_tiles <= found.visited_tiles <= 9
+    assert ranges.full_tiles <= ranges.visited_tiles <= 9
 
 
 @pytest.mark.parametrize(

@@ -78,22 +78,22 @@ def test_a_choice_does_not_depend_on_threads() -> None:
 
 
 def test_problems_of_a_bucket_share_a_choice() -> None:
-    one, other = (
+    left, other = (
         task(f"b1 hq2 hkv2 q{length} kv{length} d64 fp32 causal") for length in (1000, 1024)
     )
-    assert chosen_config(one) == chosen_config(other)
-    assert ranked(one) == ranked(other)
+    assert chosen_config(left) == chosen_config(other)
+    assert ranked(left) == ranked(other)
 
 
 @pytest.mark.parametrize("device", [spec.name for spec in catalogue()])
 def test_every_processor_has_a_choice(device: str) -> None:
     for kernel in ("fwd", "bwd_one_pass", "bwd_preprocess", "bwd_dq_sum", "fwd_split"):
         for dtype in ("fp32", "bf16", "fp16"):
-            one = task(f"b1 hq4 hkv2 q2048 kv2048 d128 {dtype} causal", kernel, device)
-            check_config(chosen_config(one), kernel)
-            assert 0 < seconds_of(one.tiled(chosen_config(one))) < 1
-            assert candidates(one)[0].config == chosen_config(one)
-            assert chosen_config(one) in space(one)
+            kernel_task = task(f"b1 hq4 hkv2 q2048 kv2048 d128 {dtype} causal", kernel, device)
+            check_config(chosen_config(kernel_task), kernel)
+            assert 0 < seconds_of(kernel_task.tiled(chosen_config(kernel_task))) < 1
+            assert candidates(kernel_task)[0].config == chosen_config(kernel_task)
+            assert chosen_config(kernel_task) in space(kernel_task)
 
 
 def test_few_programs_leave_threads_idle() -> None:
@@ -106,10 +106,12 @@ def test_few_programs_leave_threads_idle() -> None:
 
 
 def test_a_tuner_tries_no_tiles_that_leave_more_threads_idle() -> None:
-    one = task("b1 hq1 hkv1 q512 kv512 d64 fp32 full")
-    tried = tuned_space(one)
-    assert chosen_config(one) in tried
-    assert max(config.block_m for config in tried) <= 64 < max(c.block_m for c in space(one))
+    kernel_task = task("b1 hq1 hkv1 q512 kv512 d64 fp32 full")
+    tried = tuned_space(kernel_task)
+    assert chosen_config(kernel_task) in tried
+    assert (
+        max(config.block_m for config in tried) <= 64 < max(c.block_m for c in space(kernel_task))
+    )
     many = task("b8 hq8 hkv8 q512 kv512 d64 fp32 full")
     assert tuned_space(many) == space(many)
     assert may_tune(many)
@@ -117,21 +119,24 @@ def test_a_tuner_tries_no_tiles_that_leave_more_threads_idle() -> None:
 
 
 def test_rates_move_times_as_they_should() -> None:
-    one = task("b1 hq1 hkv1 q4096 kv4096 d512 fp32 full")
+    kernel_task = task("b1 hq1 hkv1 q4096 kv4096 d512 fp32 full")
     small = replace(ZEN5, name="small", l1_bytes=2**12, l2_bytes=2**15, l2_bandwidth=1e10)
-    tile, now = chosen_config(one), seconds_of(one.tiled(chosen_config(one)))
-    assert seconds_of(replace(one, device=small).tiled(tile)) > 1.05 * now
+    tile, now = (
+        chosen_config(kernel_task),
+        seconds_of(kernel_task.tiled(chosen_config(kernel_task))),
+    )
+    assert seconds_of(replace(kernel_task, device=small).tiled(tile)) > 1.05 * now
     slow = replace(ZEN5, name="slow", product_flops_32=ZEN5.product_flops_32 / 4)
-    assert 3 < seconds_of(replace(one, device=slow).tiled(tile)) / now < 4.01
+    assert 3 < seconds_of(replace(kernel_task, device=slow).tiled(tile)) / now < 4.01
 
 
 def test_candidates_say_why() -> None:
-    one = task("b1 hq2 hkv2 q1024 kv1024 d64 fp32 causal")
-    first, *others = candidates(one)
-    assert first.config == chosen_config(one)
-    assert {candidate.config for candidate in others} == set(space(one)) - {first.config}
+    kernel_task = task("b1 hq2 hkv2 q1024 kv1024 d64 fp32 causal")
+    first, *others = candidates(kernel_task)
+    assert first.config == chosen_config(kernel_task)
+    assert {candidate.config for candidate in others} == set(space(kernel_task)) - {first.config}
     cost = first.estimate
     assert [name for name, _ in cost.terms] == list(TERMS)
-    assert cost.terms == weighted(one.tiled(first.config))
+    assert cost.terms == weighted(kernel_task.tiled(first.config))
     assert "to and from caches" in first.reason
     assert TERMS[cost.limit] in first.reason

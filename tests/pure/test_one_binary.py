@@ -108,10 +108,10 @@ def recorded(tmp_path: Path) -> Path:
 
 
 def test_a_recording_counts_one_binary_once(recorded: Path) -> None:
-    found = read(recorded)
-    assert found.trials[SECOND].measurement.digest == ONE
-    assert found.one_binary() == [(FIRST, SECOND)]
-    assert found.distinct().times() == {FIRST: 100.0, THIRD: 120.0}
+    rows = read(recorded)
+    assert rows.trials[SECOND].measurement.digest == ONE
+    assert rows.one_binary() == [(FIRST, SECOND)]
+    assert rows.distinct().times() == {FIRST: 100.0, THIRD: 120.0}
 
 
 def test_the_judge_of_recordings_says_so_in_a_line(recorded: Path, tmp_path: Path) -> None:
@@ -151,8 +151,8 @@ def test_rows_of_the_driver_carry_the_digest(
     )
     todo = run.cases([a_workload("w")], [a_provider(name) for name in answers])
     run.run(todo, tmp_path / "rows.csv", deadline=float("inf"), seconds=0.1, spec=H200)
-    found = {row["provider"]: row["digest"] for row in rows.read(tmp_path / "rows.csv")}
-    assert found == {"ours": f"{ONE} {OTHER}", "theirs": ""}
+    lines = {row["provider"]: row["digest"] for row in rows.read(tmp_path / "rows.csv")}
+    assert lines == {"ours": f"{ONE} {OTHER}", "theirs": ""}
 
 
 def test_the_summary_names_binaries_timed_under_two_names(tmp_path: Path) -> None:

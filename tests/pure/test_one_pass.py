@@ -73,8 +73,8 @@ def test_programs_steps_and_rows_of_shares() -> None:
     the first share has the most query tiles."""
     config = TileConfig.parse("m64n64k256w4s2")
     full = PARSE("b2 hq4 hkv1 q1024 kv1024 d64 bf16 full")
-    found = splits_of(tiled(NAME, full, config))
-    assert (found.count, found.programs, found.rows, found.longest) == (4, 4, 4 * 1024, 4 * 16)
+    splits = splits_of(tiled(NAME, full, config))
+    assert (splits.count, splits.programs, splits.rows, splits.longest) == (4, 4, 4 * 1024, 4 * 16)
     run = launches(Tiled.of(NAME, full, H200, config))
     assert (run.programs, run.steps, run.longest) == (8, 2 * 4 * 256, 4 * 64)
     causal = PARSE("b2 hq4 hkv1 q1024 kv1024 d64 bf16 causal")
@@ -87,9 +87,9 @@ def test_programs_steps_and_rows_of_shares() -> None:
 def test_configs() -> None:
     problem = PARSE("hq2 q2048 d64 bf16")
     every = all_configs(KernelTask.of(NAME, problem, H200))
-    for one in every:
-        check_config(one, NAME)
-    assert {one.split_kv for one in every} == {128, 256, 512, 1024, 2048}, "of 2048 keys"
+    for item in every:
+        check_config(item, NAME)
+    assert {item.split_kv for item in every} == {128, 256, 512, 1024, 2048}, "of 2048 keys"
     config = TileConfig.parse("m64n128k1024w4s2")
     assert grid_of(NAME, config, 4) == (*(("seqlen_kv", 1024), ("num_heads_kv", 1), ("batch", 1)),)
     assert propose(KernelTask.of(NAME, problem, H200), top=1), "for those who ask for it by name"

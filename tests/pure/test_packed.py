@@ -65,10 +65,10 @@ def test_a_causal_window_of_a_million_tokens_takes_no_memory() -> None:
     mask = causal() & sliding_window(4095)
     assert not mask.values
     for side in ("rows", "columns"):
-        found = tile_ranges(mask, side, seqlen_q=LONG, seqlen_kv=LONG, block_m=128, block_n=128)
-        assert any(found.pieces)  # in closed form: nothing is listed
+        ranges = tile_ranges(mask, side, seqlen_q=LONG, seqlen_kv=LONG, block_m=128, block_n=128)
+        assert any(ranges.pieces)  # in closed form: nothing is listed
         tiles = LONG // 128  # of which each sees 33, but for the first 32
-        assert found.visited_tiles == 33 * tiles - 32 * 33 // 2
+        assert ranges.visited_tiles == 33 * tiles - 32 * 33 // 2
     for kernel, config in CONFIGS.items():
         assert "tiles_ptr" not in render(problem(mask, LONG, LONG), config, kernel).source
 
@@ -113,11 +113,11 @@ def digests(masks: list[tuple[Mask, int]]) -> dict[Kernel, set[str]]:
 def layouts(count: int) -> list[list[int]]:
     """Where documents start, from one document to hundreds, short and long, sorted by nothing."""
     generator = torch.Generator().manual_seed(0)
-    found: list[list[int]] = []
+    results: list[list[int]] = []
     for i in range(count):
         lengths = torch.randint(1, 2 + 2 ** (i % 11), (1 + 7 * i,), generator=generator)
-        found.append([0, *lengths.cumsum(0).tolist()])
-    return found
+        results.append([0, *lengths.cumsum(0).tolist()])
+    return results
 
 
 def test_fifty_lengths_and_twenty_layouts_emit_each_kernel_once() -> None:
@@ -190,8 +190,8 @@ def test_compiled_code_depends_on_no_number_that_changes(kernel: Kernel) -> None
 def test_ids_of_every_dtype(dtype: torch.dtype) -> None:
     for ids in ([3, 3, 1, 1, 1], [3, 1, 3, -7, 1]):
         expected = torch.tensor([[one == other for other in ids] for one in ids])
-        found = dense_mask(documents(torch.tensor(ids, dtype=dtype)), 5, 5)
-        assert torch.equal(found, expected)
+        actual = dense_mask(documents(torch.tensor(ids, dtype=dtype)), 5, 5)
+        assert torch.equal(actual, expected)
 
 
 def test_ids_that_differ_above_32_bits_are_different() -> None:
@@ -245,8 +245,8 @@ def test_bits_of_quotients_within_documents(divisor: str) -> None:
     same = document[:, None] == document
     expected = same & fn(document[:, None], 0, place[:, None], place)
     assert torch.equal(dense_mask(mask, 20, 20).view(20, 20), expected)
-    found = tile_ranges(mask, "rows", seqlen_q=20, seqlen_kv=20, block_m=2, block_n=2)
+    ranges = tile_ranges(mask, "rows", seqlen_q=20, seqlen_kv=20, block_m=2, block_n=2)
     live = expected.view(10, 2, 10, 2).any(3).any(1)
-    assert found.visited_tiles >= int(live.sum())
+    assert ranges.visited_tiles >= int(live.sum())
     for kernel, config in CONFIGS.items():
         assert render(problem(mask, 20, 20), config, kernel).source

@@ -43,7 +43,7 @@ def call(**changes: Any) -> dict[str, Any]:
 
 
 def dense(given: dict[str, Any], i: int, rows: torch.Tensor, **options: Any) -> torch.Tensor:
-    """Return what attention gives for the rows (heads, rows, dim) of request i."""
+    """Compute attention for the rows (heads, rows, dim) of request i."""
     length = int(given["kv_lengths"][i])
     k, v = (
         given[name][given["block_table"][i]].flatten(0, 1)[:length].transpose(0, 1)[None]
@@ -195,8 +195,8 @@ def test_calls_of_one_kind_have_one_plan(monkeypatch: pytest.MonkeyPatch) -> Non
     ]
     for changed in others:
         options = {"layout": "NHD", "max_kv_length": None} | changed
-        its = given | options
-        out = tilegen.attention_paged(**its, mask=tilegen.causal("bottom_right"))
+        arguments = given | options
+        out = tilegen.attention_paged(**arguments, mask=tilegen.causal("bottom_right"))
         assert out.shape == (3, 4, 2, 24)
     packed = torch.randn(5, 4, 32)
     starts = torch.tensor([0, 2, 3, 5])
@@ -259,9 +259,9 @@ def test_addresses_and_strides_are_part_of_the_kind() -> None:
         "stride": {"k_pages": torch.zeros(20, 16, 2, 33)[..., :32]},
         "queries": {"q": torch.zeros(3, 2, 4, 33)[..., :32].transpose(1, 2)},
     }.items():
-        found = key(**changed)
-        assert not found[0], name
-        assert found[1] != first, name
+        actual = key(**changed)
+        assert not actual[0], name
+        assert actual[1] != first, name
     narrow = {"v_pages": torch.zeros(20, 16, 2, 23)}
     assert not key(**narrow)[0]
     assert key(k_pages=torch.zeros(1, 16, 2, 32), v_pages=torch.zeros(1, 16, 2, 24))[0]
@@ -305,19 +305,19 @@ def test_masks_of_lists_visit_what_the_rest_of_them_leaves(mask: str, visited: s
     assert AttentionProblem.parse(normal.key).key == normal.key
     with pytest.raises(Unsupported, match="expected the problem's normal form"):
         render(listed, TileConfig.parse("m16n64k1024w4s2"), "fwd_paged")
-    found = tile_ranges(normal.mask, "rows", seqlen_q=40, seqlen_kv=100, block_m=10, block_n=10)
+    ranges = tile_ranges(normal.mask, "rows", seqlen_q=40, seqlen_kv=100, block_m=10, block_n=10)
     counts = {
         "0, kv": [10, 10, 10, 10],
         "0, up to the diagonal": [7, 8, 9, 10],
         "the document": [7, 7, 7, 7],
         "from the diagonal": [10, 9, 8, 7],
     }
-    assert found.visited[0, 0].tolist() == counts[visited]
+    assert ranges.visited[0, 0].tolist() == counts[visited]
     kept = normal.mask.pairs(40, 100).reshape(4, 10, 10, 10)
     tiles = np.arange(10)
     partial, full = (
         sum((tiles >= lo[0, 0][:, None]) & (tiles < hi[0, 0][:, None]) for lo, hi in pieces)
-        for pieces in found.pieces
+        for pieces in ranges.pieces
     )
     assert not kept.any((1, 3))[partial + full == 0].any()
     assert kept.all((1, 3))[full == 1].all()
@@ -355,11 +355,11 @@ def test_batch_invariant_calls_choose_one_config() -> None:
 
 
 def test_batch_invariant_problems_have_one_record() -> None:
-    one, other = (
+    left, other = (
         AttentionProblem.parse(f"{sizes} d128 bf16 causal invariant")
         for sizes in ("b1 hq16 hkv2 q1 kv100", "b64 hq16 hkv2 q70 kv9000")
     )
-    assert one.bucket == other.bucket
+    assert left.bucket == other.bucket
 
 
 def test_no_other_family_takes_batch_invariant_problems() -> None:

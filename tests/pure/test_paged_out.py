@@ -21,8 +21,8 @@ def test_out_is_written_in_place() -> None:
     packed = given | {"q": given["q"].transpose(1, 2).flatten(0, 1)}
     starts = {"q_starts": torch.tensor([0, 2, 4, 6]), "max_q_length": 2}
     rows = torch.empty(6, 4, 24)
-    found, lse = tilegen.attention_paged(**packed, **starts, out=rows, return_lse=True)
-    assert found is rows
+    ours, lse = tilegen.attention_paged(**packed, **starts, out=rows, return_lse=True)
+    assert ours is rows
     assert torch.equal(rows.unflatten(0, (3, 2)).transpose(1, 2), expected)
     assert lse.shape == (4, 6)
     for wrong, said in (

@@ -47,8 +47,8 @@ def config_of(kernel: Kernel) -> TileConfig:
 
 
 def measured(problem: AttentionProblem, kernel: Kernel, us: float, name: str = "h200") -> None:
-    one = replace(RECORD, problem=problem.bucket, kernel=kernel, gpu=name, arch="sm_90")
-    save(replace(one, config=config_of(kernel), measurement=timed(us), estimate=None))
+    changed = replace(RECORD, problem=problem.bucket, kernel=kernel, gpu=name, arch="sm_90")
+    save(replace(changed, config=config_of(kernel), measurement=timed(us), estimate=None))
 
 
 def used(problem: AttentionProblem, direction: Any = "forward") -> tuple[Kernel, ...]:

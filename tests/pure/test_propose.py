@@ -72,16 +72,16 @@ SAMPLE = (
 def test_every_problem_on_every_gpu(problem: AttentionProblem, spec: GpuSpec) -> None:
     """For one kernel a pair, so that each kernel meets every problem and every GPU."""
     for kernel in LARGE_CACHE[(PROBLEMS.index(problem) + catalogue().index(spec)) % 4 :: 4]:
-        found = propose(KernelTask.of(kernel, problem, spec))
-        assert 1 <= len(found) <= 10
-        seconds = [candidate.estimate.seconds for candidate in found]
+        candidates = propose(KernelTask.of(kernel, problem, spec))
+        assert 1 <= len(candidates) <= 10
+        seconds = [candidate.estimate.seconds for candidate in candidates]
         assert seconds == sorted(seconds)
-        assert len({candidate.config for candidate in found}) == len(found)
+        assert len({candidate.config for candidate in candidates}) == len(candidates)
         spilling = {
-            footprint(tiled(kernel, problem, c.config, spec.arch)).surely_spills for c in found
+            footprint(tiled(kernel, problem, c.config, spec.arch)).surely_spills for c in candidates
         }
         assert len(spilling) == 1  # either none does, or there was nothing better
-        for candidate in found:
+        for candidate in candidates:
             cost = candidate.estimate
             assert (candidate.kernel, cost.kernel, cost.config) == (
                 kernel,
@@ -108,10 +108,10 @@ def test_reasons_are_one_sentence_with_numbers(kernel: Kernel) -> None:
 def test_masks_that_keep_no_pair(head_dim: int | str) -> None:
     problem = PARSE(f"b2 hq4 hkv2 q1024 kv1024 d{head_dim} bf16 keep(k<0)")
     told = explain_all(problem, gpu("h200"), kernels_of(problem, gpu("h200")), by_model=True)
-    assert all(one["bound"]["ratio"] is None or one["bound"]["ratio"] >= 1 for one in told)
+    assert all(item["bound"]["ratio"] is None or item["bound"]["ratio"] >= 1 for item in told)
     assert "times the lower bound of the pass" in "\n".join(lines_of_all(told, with_passes=True))
-    for kernel, one in choose(problem, gpu("h200")).items():
-        assert one.ranked.candidates[0].reason, kernel
+    for kernel, item in choose(problem, gpu("h200")).items():
+        assert item.ranked.candidates[0].reason, kernel
 
 
 def test_less_fast_memory_means_smaller_tiles() -> None:
@@ -207,13 +207,13 @@ def test_what_is_shared_between_configs_changes_no_ranking(
         needs, moved = footprint(fresh), traffic(fresh)
         run, clocks = launches(fresh), step_clocks(fresh)
         alone = time(fresh, needs)
-        found = candidate.estimate
-        assert (alone.seconds, alone.terms) == (found.seconds, found.terms)
-        assert (needs.smem_bytes, needs.registers) == (found.smem_bytes, found.registers)
-        assert (moved.read_bytes, moved.write_bytes) == (found.read_bytes, found.write_bytes)
-        assert estimate(Tiled.of(kernel, problem, spec, candidate.config)) == found
+        actual = candidate.estimate
+        assert (alone.seconds, alone.terms) == (actual.seconds, actual.terms)
+        assert (needs.smem_bytes, needs.registers) == (actual.smem_bytes, actual.registers)
+        assert (moved.read_bytes, moved.write_bytes) == (actual.read_bytes, actual.write_bytes)
+        assert estimate(Tiled.of(kernel, problem, spec, candidate.config)) == actual
         least = least_seconds(spec, clocks, float(run.steps), masked=run.masked)
-        assert max(least, l2_seconds(spec, moved)) <= found.seconds
+        assert max(least, l2_seconds(spec, moved)) <= actual.seconds
         tile = candidate.config.rows * candidate.config.block_n
         assert kept_entries(task(kernel, problem)) <= run.steps * tile
         described = not candidate.config.descriptors
@@ -275,9 +275,9 @@ def test_a_new_length_is_proposed_for_with_little_work(monkeypatch: pytest.Monke
     monkeypatch.setattr(ranker, "time", noting)
     monkeypatch.setattr(footprints, "_footprint", counting)
     problem = PARSE("b1 hq32 hkv8 q4097 d128 bf16 causal")
-    found = propose(KernelTask.of("fwd", problem, gpu("h200")))
+    candidates = propose(KernelTask.of("fwd", problem, gpu("h200")))
     # Tiles that the other length did not come to have 16 each: warps, stages, descriptors.
-    assert len(computed) <= len(found) + 3 * 16
+    assert len(computed) <= len(candidates) + 3 * 16
     assert 0 < len(timed) < len(all_configs(task("fwd", problem))) / 2
 
 

@@ -272,11 +272,11 @@ def kept(keep: Callable[..., Any]) -> torch.Tensor:
 
 
 def changed(score: Any) -> torch.Tensor:
-    found, at, zero = score_of(score), torch.arange(N), torch.zeros(1, 1, dtype=torch.int64)
-    assert found is not None
+    actual, at, zero = score_of(score), torch.arange(N), torch.zeros(1, 1, dtype=torch.int64)
+    assert actual is not None
     pair = {"b": zero, "h": zero, "q": at[:, None], "k": at[None], "s": torch.zeros(N, N)}
-    expr = found.form.expression()
-    return evaluate(expr, found.captured, seqlen_q=N, seqlen_kv=N, **pair).expand(N, N)
+    expr = actual.form.expression()
+    return evaluate(expr, actual.captured, seqlen_q=N, seqlen_kv=N, **pair).expand(N, N)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
@@ -303,13 +303,13 @@ def within(block_mask: Any, keep: Callable[..., Any]) -> torch.Tensor:
     those that a function keeps."""
     asked = torch.zeros(N, N, dtype=torch.bool)
     whole = asked.clone()
-    for found, counts, indices in (
+    for actual, counts, indices in (
         (asked, block_mask.kv_num_blocks, block_mask.kv_indices),
         (whole, block_mask.full_kv_num_blocks, block_mask.full_kv_indices),
     ):
         for row, count in enumerate(counts[0, 0].tolist()):
             for column in indices[0, 0, row, :count].tolist():
-                found[row * BLOCK :, column * BLOCK :][:BLOCK, :BLOCK] = True
+                actual[row * BLOCK :, column * BLOCK :][:BLOCK, :BLOCK] = True
     return whole | (asked & kept(keep))
 
 

@@ -257,8 +257,8 @@ def test_template_digest_covers_what_jinja_reaches() -> None:
     for kernel in LARGE_CACHE:
         text = (resources.data_dir("templates") / KERNELS[kernel].template).read_text()
         reached = set(jinja2.meta.find_referenced_templates(env.parse(text)))
-        found = set(re.findall(r'{%-?\s*(?:import|from|include|extends)\s+"([^"]+)"', text))
-        assert found == reached >= {"_partials.jinja"}
+        matches = set(re.findall(r'{%-?\s*(?:import|from|include|extends)\s+"([^"]+)"', text))
+        assert matches == reached >= {"_partials.jinja"}
         assert identity.template_digest(kernel) in render(LLAMA, CONFIG, kernel).source
 
 

@@ -90,30 +90,30 @@ PAIRS = [
 @pytest.mark.parametrize("mask, score", PAIRS)
 def test_emitted_files_are_well_formed(mask: str, score: str) -> None:
     for kernel in ("fwd", "bwd_dkdv", "bwd_dq", *(k for k, c in sliced.ALL.items() if c.block_d)):
-        one = rendered(kernel, mask, score)
-        compile(one.source, kernel, "exec")
-        for line in one.source.splitlines():
-            assert len(line) <= 120, (one.function, line)
-        assert "\n\n\n\n" not in one.source
-        used = Counter(re.findall(r"\w+", one.source))
-        for name, kind in one.signature:
+        text = rendered(kernel, mask, score)
+        compile(text.source, kernel, "exec")
+        for line in text.source.splitlines():
+            assert len(line) <= 120, (text.function, line)
+        assert "\n\n\n\n" not in text.source
+        used = Counter(re.findall(r"\w+", text.source))
+        for name, kind in text.signature:
             again = used[name] > 1
             assert again or re.fullmatch(r"[tc]\d+_n\d", name) or name == "num_heads", name
             assert kind
-        for name in re.findall(r"^ +(\w+) = ", one.source, re.MULTILINE):
-            assert used[name] > 1, (one.function, name)
+        for name in re.findall(r"^ +(\w+) = ", text.source, re.MULTILINE):
+            assert used[name] > 1, (text.function, name)
 
 
 @pytest.mark.parametrize("mask, score", PAIRS)
 def test_nothing_a_mask_or_a_score_reads_is_specialised_on(mask: str, score: str) -> None:
     for kernel in ("fwd", "bwd_dkdv", "bwd_dq", *(k for k, c in sliced.ALL.items() if c.block_d)):
-        one = rendered(kernel, mask, score)
-        match = re.search(r"do_not_specialize=range\((\d+), (\d+)\)", one.source)
+        text = rendered(kernel, mask, score)
+        match = re.search(r"do_not_specialize=range\((\d+), (\d+)\)", text.source)
         assert match
         first, last = int(match[1]), int(match[2])
-        assert all(kind.startswith("*") for _, kind in one.signature[:first]), kernel
-        assert all(kind == "fp32" for _, kind in one.signature[last:]), kernel
-        assert last <= len(one.signature)
+        assert all(kind.startswith("*") for _, kind in text.signature[:first]), kernel
+        assert all(kind == "fp32" for _, kind in text.signature[last:]), kernel
+        assert last <= len(text.signature)
 
 
 def test_each_mask_brings_only_its_own_code() -> None:
@@ -158,8 +158,8 @@ def test_tanh_is_precise_for_fp32_alone() -> None:
 
 def test_the_header_says_how_to_render_again() -> None:
     for mask, score in PAIRS:
-        one = rendered("fwd", mask, score)
-        match = re.search(r'rerender  tilegen show "([^"]*)"', one.source)
+        kernel = rendered("fwd", mask, score)
+        match = re.search(r'rerender  tilegen show "([^"]*)"', kernel.source)
         assert match
         again = AttentionProblem.parse(match[1])
-        assert render(again, WHOLE, "fwd").source == one.source
+        assert render(again, WHOLE, "fwd").source == kernel.source

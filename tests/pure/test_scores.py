@@ -77,7 +77,7 @@ def test_scores_are_what_their_formulas_say(name: str) -> None:
     s = tensor(*SHAPE)
     if name == "small_bias":  # its rows are the heads of BIAS
         s = tensor(BATCH, HEADS, 3, SEQLEN)
-        found = evaluate(
+        value = evaluate(
             made.expression(),
             made.captured,
             b=B_IDX,
@@ -90,9 +90,9 @@ def test_scores_are_what_their_formulas_say(name: str) -> None:
         )
         expected = formula(s, B_IDX, H_IDX, Q_IDX[:, :, :3], K_IDX)
     else:
-        found = value_of(made.expression(), made.captured, s)
+        value = value_of(made.expression(), made.captured, s)
         expected = formula(s, B_IDX, H_IDX, Q_IDX, K_IDX)
-    torch.testing.assert_close(found.expand(expected.shape), expected)
+    torch.testing.assert_close(value.expand(expected.shape), expected)
 
 
 def test_scores_are_values() -> None:
@@ -178,11 +178,11 @@ def check_gradients(made: Score, seed: int) -> None:
     wanted = [s, *(t for t in made.captured if t.requires_grad)]
     out = value_of(made.expression(), made.captured, s).expand(SHAPE)
     expected = torch.autograd.grad((out * dout).sum() + 0 * s.sum(), wanted, allow_unused=True)
-    found = gradients(made, s.detach(), dout)
-    kept = [g for g, t in zip(found, (s, *made.captured), strict=True) if t.requires_grad or t is s]
-    for one, other in zip(kept, expected, strict=True):
-        other = torch.zeros_like(one) if other is None else other
-        torch.testing.assert_close(one.detach(), other, rtol=1e-7, atol=1e-7)
+    grads = gradients(made, s.detach(), dout)
+    kept = [g for g, t in zip(grads, (s, *made.captured), strict=True) if t.requires_grad or t is s]
+    for left, other in zip(kept, expected, strict=True):
+        other = torch.zeros_like(left) if other is None else other
+        torch.testing.assert_close(left.detach(), other, rtol=1e-7, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", [name for name in SCORES if name != "small_bias"])
@@ -226,9 +226,9 @@ def test_derivatives_by_the_score(text: str, expected: str) -> None:
 
 def test_kernels_train_what_requires_a_gradient_alone() -> None:
     made = relative_bias(TABLE).then(temperature(SLOPES))
-    found = score_source(made.form, trains=True, precise=True)
-    assert [part.where for part in found.gradients] == ["dc0_ptr + c0_0_at", "dc1_ptr + head"]
-    assert [part.reduce for part in found.gradients] == ["part", "tl.sum(part)"]
+    actual = score_source(made.form, trains=True, precise=True)
+    assert [part.where for part in actual.gradients] == ["dc0_ptr + c0_0_at", "dc1_ptr + head"]
+    assert [part.reduce for part in actual.gradients] == ["part", "tl.sum(part)"]
     assert not score_source(made.form, trains=False, precise=True).gradients
     assert not score_source(alibi(SLOPES.detach()).form, trains=True, precise=True).gradients
 

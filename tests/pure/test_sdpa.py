@@ -32,16 +32,16 @@ def check_as_torch(
     """Out and gradients, those of a mask too, are PyTorch's."""
     given = inputs(*sizes)
     trained = [*given, *([attn_mask] if attn_mask is not None and attn_mask.requires_grad else [])]
-    found = tilegen.scaled_dot_product_attention(*given, attn_mask, **options)  # type: ignore[arg-type]
+    out = tilegen.scaled_dot_product_attention(*given, attn_mask, **options)  # type: ignore[arg-type]
     expected = of_torch(*given, attn_mask, **options)  # type: ignore[arg-type]
-    assert found.shape == expected.shape
-    weights = torch.linspace(-1, 1, found.numel()).reshape(found.shape)
-    for one, other in zip(
-        (found, *torch.autograd.grad(found, trained, weights)),
+    assert out.shape == expected.shape
+    weights = torch.linspace(-1, 1, out.numel()).reshape(out.shape)
+    for left, other in zip(
+        (out, *torch.autograd.grad(out, trained, weights)),
         (expected, *torch.autograd.grad(expected, trained, weights)),
         strict=True,
     ):
-        torch.testing.assert_close(one, other, atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(left, other, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -128,9 +128,9 @@ def test_a_row_that_is_left_nothing_gives_zeros(rows: Sizes, added: bool) -> Non
     q, k, v = inputs(*PLAIN)
     out = tilegen.scaled_dot_product_attention(q, k, v, mask)
     gradients = torch.autograd.grad(out.sum(), (q, k, v))
-    for one in (out, *gradients):
-        assert not one[1].any()
-        assert one[0].any()
+    for tensor in (out, *gradients):
+        assert not tensor[1].any()
+        assert tensor[0].any()
     torch.testing.assert_close(out[0], of_torch(q, k, v)[0], atol=2e-5, rtol=2e-5)
 
 
@@ -153,8 +153,8 @@ def test_changes_in_place_are_seen() -> None:
     for mask in (torch.ones(5, 7, dtype=torch.bool), torch.ones(2, 1, 1, 7, dtype=torch.bool)):
         tilegen.scaled_dot_product_attention(q, k, v, mask)
         mask[..., 3:] = False
-        found = tilegen.scaled_dot_product_attention(q, k, v, mask)
-        torch.testing.assert_close(found, of_torch(q, k, v, mask), atol=2e-5, rtol=2e-5)
+        out = tilegen.scaled_dot_product_attention(q, k, v, mask)
+        torch.testing.assert_close(out, of_torch(q, k, v, mask), atol=2e-5, rtol=2e-5)
 
 
 def test_one_mask_for_many_calls() -> None:
@@ -233,11 +233,11 @@ def test_what_is_refused() -> None:
 def test_everywhere_has_torch_compute_with_tilegen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever PyTorch would route to another back end, by position or by name; only inside."""
     calls: list[object] = []
-    found = sdpa.scaled_dot_product_attention
+    ours = sdpa.scaled_dot_product_attention
 
     def counted(*args: object, **kwargs: object) -> torch.Tensor:
         calls.append(kwargs)
-        return found(*args, **kwargs)  # type: ignore[arg-type]
+        return ours(*args, **kwargs)  # type: ignore[arg-type]
 
     monkeypatch.setattr(sdpa, "scaled_dot_product_attention", counted)
     q, k, v = inputs(*PLAIN)
@@ -248,10 +248,10 @@ def test_everywhere_has_torch_compute_with_tilegen(monkeypatch: pytest.MonkeyPat
         before = len(calls)
         expected = of_torch(q, k, v, mask, is_causal=causal)
         with sdpa.everywhere():
-            one = of_torch(q, k, v, mask, 0.0, causal)
+            item = of_torch(q, k, v, mask, 0.0, causal)
             other = of_torch(query=q, key=k, value=v, attn_mask=mask, is_causal=causal)
         assert len(calls) == before + 2
-        for out in (one, other):
+        for out in (item, other):
             torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
             torch.autograd.grad(out.sum(), q)
 
@@ -281,11 +281,11 @@ def test_everywhere_leaves_to_torch_what_tilegen_does_not_do(
             caplog.clear()
             expected = of_torch(*given)
             with sdpa.everywhere():
-                found, _ = of_torch(*given), of_torch(*given)
+                actual, _ = of_torch(*given), of_torch(*given)
             (said,) = [one.message for one in caplog.records]
             assert said.startswith("scaled_dot_product_attention: PyTorch computes instead: ")
-            assert found.is_nested == expected.is_nested
-            if not found.is_nested:
-                torch.testing.assert_close(found, expected)
+            assert actual.is_nested == expected.is_nested
+            if not actual.is_nested:
+                torch.testing.assert_close(actual, expected)
     with sdpa.everywhere(), pytest.raises(RuntimeError, match="is_causal"):
         of_torch(q, k, v, torch.ones(5, 7), is_causal=True)

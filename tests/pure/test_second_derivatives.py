@@ -40,20 +40,20 @@ def test_a_gradient_penalty_is_pytorchs(name: str) -> None:
     def penalised(attention: Callable[..., Any]) -> list[torch.Tensor]:
         given = inputs()
         loss = LOSSES[name](*attention(*given))
-        its = torch.autograd.grad(loss, given, create_graph=True, allow_unused=True)
-        sum(one.square().sum() for one in its if one is not None).backward()  # type: ignore[union-attr]
+        grads = torch.autograd.grad(loss, given, create_graph=True, allow_unused=True)
+        sum(one.square().sum() for one in grads if one is not None).backward()  # type: ignore[union-attr]
         return [given[0].grad, given[1].grad]  # type: ignore[list-item]
 
-    for found, expected in zip(penalised(ours), penalised(plain), strict=True):
-        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    for actual, expected in zip(penalised(ours), penalised(plain), strict=True):
+        torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_tangents_are_pytorchs() -> None:
     q, k, v = (one.detach() for one in inputs())
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(q, torch.ones_like(q))
-        for found, expected in zip(ours(dual, k, v), plain(dual, k, v), strict=True):
-            tangents = (forward_ad.unpack_dual(one).tangent for one in (found, expected))
+        for our, expected in zip(ours(dual, k, v), plain(dual, k, v), strict=True):
+            tangents = (forward_ad.unpack_dual(one).tangent for one in (our, expected))
             torch.testing.assert_close(*tangents)
 
 

@@ -31,7 +31,7 @@ def test_defaults() -> None:
 
 def test_all_set(tmp_path: Path) -> None:
     urls = ("s3://bucket/team", "https://host:8080/tilegen", "file:///mnt/team")
-    found = settings(
+    options = settings(
         {
             "TILEGEN_CACHE_DIR": str(tmp_path),
             "TILEGEN_CACHE_PATH": f"{tmp_path}/a;; {tmp_path}/b:c ;{';'.join(urls)}",
@@ -54,13 +54,13 @@ def test_all_set(tmp_path: Path) -> None:
         libraries=True,
         batch_invariant=True,
     )
-    assert expected == found
+    assert expected == options
 
 
 def test_bounds_are_checked_instead_of_values() -> None:
-    found = settings({"TILEGEN_CHECK": "bounds"})
-    assert found.check_bounds
-    assert not found.check
+    options = settings({"TILEGEN_CHECK": "bounds"})
+    assert options.check_bounds
+    assert not options.check
     with pytest.raises(Unsupported, match="TILEGEN_CPU must be torch or kernels, got 'gpu'"):
         settings({"TILEGEN_CPU": "gpu"})
 

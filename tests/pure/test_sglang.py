@@ -56,8 +56,8 @@ def written(function: Any) -> list[str]:
 
 def test_methods_have_the_parameters_that_sglang_gives(sglang: Any) -> None:
     asked = methods(BASE)
-    found = {k: v for k, v in vars(sglang.Backend).items() if inspect.isroutine(v)}
-    public = {name for name in found if not name.startswith("_")}
+    results = {k: v for k, v in vars(sglang.Backend).items() if inspect.isroutine(v)}
+    public = {name for name in results if not name.startswith("_")}
     assert public == {
         "init_forward_metadata",
         "init_forward_metadata_out_graph",
@@ -67,7 +67,7 @@ def test_methods_have_the_parameters_that_sglang_gives(sglang: Any) -> None:
         "forward_extend",
     }
     for name in public:
-        assert written(found[name]) == parameters(asked[name]), name
+        assert written(results[name]) == parameters(asked[name]), name
     assert "forward_metadata" in BASE["names"]
 
 
@@ -119,7 +119,7 @@ def test_what_is_read_of_batches_and_layers_exists() -> None:
 def test_the_installed_package_is_the_one_that_was_read() -> None:
     reason = (
         "needs the package sglang, whose requirements do not go with ours: .ci/run installs it "
-        "with what of them an import needs"
+        "with the packages that an import needs"
     )
     pytest.importorskip("sglang", reason=reason)
     assert importlib.metadata.version("sglang") == recorded("sglang")["version"]

@@ -73,8 +73,8 @@ def test_a_graph_that_verifies_reads_what_is_filled(sglang: Any, form: str, wind
     backend.init_cuda_graph_state(4, 24)
     batch = sglang_drafts(runner, tokens, sglang.Mode.TARGET_VERIFY, trees)
     fill_captured(backend, batch)
-    its = {"sliding_window_size": 7} if windows else {}
-    layer = sglang_layer(int(windows), sglang.Type.DECODER, **its)
+    results = {"sliding_window_size": 7} if windows else {}
+    layer = sglang_layer(int(windows), sglang.Type.DECODER, **results)
     out = backend.forward_extend(*sglang_new(tokens), layer, batch)
     left, right = 7 if windows else float("inf"), float("inf") if trees else 0
     check(out, tokens, Kept(left=left, right=right, trees=trees or []))
@@ -90,11 +90,11 @@ def test_graphs_of_other_sizes_share_no_masks(sglang: Any) -> None:
     layer = sglang_layer(0, sglang.Type.DECODER)
     for requests in (4, 2, 3):
         tokens = Tokens(*(one[:requests] for one in (whole.q, whole.k, whole.v)))
-        its = trees[:requests]
-        batch = sglang_drafts(runner, tokens, sglang.Mode.TARGET_VERIFY, its)
+        own_trees = trees[:requests]
+        batch = sglang_drafts(runner, tokens, sglang.Mode.TARGET_VERIFY, own_trees)
         backend.init_forward_metadata_out_graph(batch)
         out = backend.forward_extend(*sglang_new(tokens), layer, batch)
-        check(out, tokens, Kept(right=float("inf"), trees=its))
+        check(out, tokens, Kept(right=float("inf"), trees=own_trees))
 
 
 def test_idle_requests_of_a_graph_have_no_part_in_the_mask(sglang: Any) -> None:

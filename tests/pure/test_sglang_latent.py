@@ -28,7 +28,7 @@ def sglang(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
 
 
 def absorbed(backend: Any, latents: Latents, layer: Any, batch: Any, **given: Any) -> torch.Tensor:
-    """Return what the model makes of a forward over the cache."""
+    """Compute the model's result of a forward over the cache."""
     run = backend.forward_decode if batch.forward_mode.is_decode() else backend.forward_extend
     out = run(*sglang_new(latents.absorbed), layer, batch, **given)
     assert out.shape == (sum(latents.absorbed.queries), layer.tp_q_head_num * layer.v_head_dim)
@@ -142,8 +142,8 @@ def test_layers_of_one_number_keep_what_is_theirs(sglang: Any) -> None:
     backend.init_forward_metadata(batch)
     for left, cap in ((7, 0.0), (3, 1.5)):
         for run, is_absorbed in ((of_heads, False), (absorbed, True)):
-            its = {"sliding_window_size": left, "logit_cap": cap}
-            layer = latents.layer(sglang.Type.DECODER, absorbed=is_absorbed, **its)
+            results = {"sliding_window_size": left, "logit_cap": cap}
+            layer = latents.layer(sglang.Type.DECODER, absorbed=is_absorbed, **results)
             check(run(backend, latents, layer, batch), latents, Kept(left=left, cap=cap))
 
 
@@ -161,9 +161,14 @@ def test_layers_of_sglang_call(monkeypatch: pytest.MonkeyPatch, is_absorbed: boo
     batch = latents.batch(runner, sglang.Mode.EXTEND)
     batch.global_num_token_non_padded_cpu = None
     backend.init_forward_metadata(batch)
-    its = latents.layer(sglang.Type.DECODER, absorbed=is_absorbed)
-    heads = its.tp_q_head_num, its.qk_head_dim, its.scaling, its.tp_k_head_num
-    layer = RadixAttention(*heads, layer_id=0, v_head_dim=its.v_head_dim)
+    attention_layer = latents.layer(sglang.Type.DECODER, absorbed=is_absorbed)
+    heads = (
+        attention_layer.tp_q_head_num,
+        attention_layer.qk_head_dim,
+        attention_layer.scaling,
+        attention_layer.tp_k_head_num,
+    )
+    layer = RadixAttention(*heads, layer_id=0, v_head_dim=attention_layer.v_head_dim)
     new = latents.absorbed if is_absorbed else latents.heads
     with theirs.forward_context(theirs.ForwardContext(backend)):
         assert theirs.get_token_to_kv_pool() is runner.token_to_kv_pool
@@ -217,7 +222,8 @@ def test_keys_of_each_head_are_those_of_whole_prompts(
 
 
 def test_batch_invariance_has_one_form(sglang: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether prompts come with keys of each head hangs on what else is in the batch."""
+    """Whether prompts have keys per head depends on the rest of the batch: batch invariance refuses
+    it."""
     monkeypatch.setenv("TILEGEN_BATCH_INVARIANT", "1")
     latents = Latents.of(PROMPTS, PROMPTS)
     runner = latents.runner(16, sglang.Latents)

@@ -23,10 +23,10 @@ def test_shifted_rows_are_means(name: str, sink: float | None) -> None:
     if sink is not None:
         score = score.then(sinks(torch.full((2,), sink)))
     out, lse = tilegen.attention(*leaves[:3], score=score, return_lse=True)
-    found = (out, lse, *torch.autograd.grad(out, leaves, dout))
-    for (result, one), ours in zip(judged.items(), found, strict=True):
+    grads = (out, lse, *torch.autograd.grad(out, leaves, dout))
+    for (result, item), ours in zip(judged.items(), grads, strict=True):
         torch.testing.assert_close(
-            *(ours.double(), one),
+            *(ours.double(), item),
             atol=2e-5,
             rtol=2e-5,
             msg=lambda text, result=result: f"{result}: {text}",
@@ -37,6 +37,6 @@ def test_the_gradient_by_lse_of_a_shifted_row_is_a_mean() -> None:
     q, k = torch.randn(2, 1, 1, 8, 8)
     q.requires_grad_()
     _, lse = tilegen.attention(q, k, k, score=lambda s, b, h, q, k: s - 1e9, return_lse=True)
-    (found,) = torch.autograd.grad(lse.sum(), q)
+    (grads,) = torch.autograd.grad(lse.sum(), q)
     mean = (k.mean(2, keepdim=True) * 8**-0.5).expand_as(q)
-    torch.testing.assert_close(found, mean, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(grads, mean, atol=1e-5, rtol=1e-5)

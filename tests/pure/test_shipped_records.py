@@ -23,9 +23,9 @@ def test_every_file_is_in_order_and_found_by_what_it_says() -> None:
         assert not file.trouble, file.trouble
         record = file.record
         task = KernelTask.of(record.kernel, record.problem, device_named(record.gpu))
-        found = look_up(task, where=[SHIPPED], borrow=False)
-        assert found is not None
-        assert found.record == record
+        entry = look_up(task, where=[SHIPPED], borrow=False)
+        assert entry is not None
+        assert entry.record == record
 
 
 def test_calls_take_the_measured_config(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,14 +21,14 @@ def test_new_tokens_are_written_behind_the_old_ones(layout: str) -> None:
     where = given["block_table"], given["kv_lengths"]
     tilegen.append_paged(*new, *shown, *where, layout=layout)
     shown = [x.transpose(1, 2) if layout == "HND" else x for x in shown]
-    for old, found, x in zip(before, shown, new, strict=True):
+    for old, actual, x in zip(before, shown, new, strict=True):
         expected = old.clone()
         for i, length in enumerate((80, 17, 33)):
             for token in range(2):
                 place = length - 2 + token
                 page = given["block_table"][i, place // 16]
                 expected[page, place % 16] = x[i, :, token]
-        assert torch.equal(found, expected)
+        assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("first", [0, 2])
@@ -39,11 +39,11 @@ def test_tokens_of_no_request_are_not_written(first: int) -> None:
     new = [torch.randn(6, 2, width) for width in (32, 24)]
     where = given["block_table"], given["kv_lengths"]
     tilegen.append_paged(*new, *pages, *where, q_starts=torch.tensor([0, 1, 1, 3]) + first)
-    for old, found, x in zip(before, pages, new, strict=True):
+    for old, page, x in zip(before, pages, new, strict=True):
         expected = old.clone()
         for i, place, token in ((0, 79, first), (2, 31, first + 1), (2, 32, first + 2)):
             expected[given["block_table"][i, place // 16], place % 16] = x[token]
-        assert torch.equal(found, expected)
+        assert torch.equal(page, expected)
     changed = [x.clone() for x in pages]
     tilegen.append_paged(*new, *pages, *where, q_starts=torch.zeros(4, dtype=torch.int64))
     assert all(torch.equal(one, other) for one, other in zip(pages, changed, strict=True))

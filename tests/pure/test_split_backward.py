@@ -63,9 +63,9 @@ def test_each_kernel_is_split_without_the_other() -> None:
     assert kernels_of(SUFFIX, H200, "backward") == (
         *("bwd_preprocess", "bwd_dkdv", "bwd_dq_split", "bwd_dq_sum"),
     )
-    for problem, one in ((CROSS, "split_dkdv"), (SUFFIX, "split_dq")):
+    for problem, item in ((CROSS, "split_dkdv"), (SUFFIX, "split_dq")):
         names = {name for name, _ in ranked_families(problem, H200, "backward")}
-        assert names == {"two_pass", one}
+        assert names == {"two_pass", item}
     reason = why_not_ranked(BACKWARD["split_dq"], CROSS, H200)
     assert reason == "512 tiles of 128 rows keep 132 SMs busy"
     large = AttentionProblem.parse("b4 hq32 hkv8 q8192 d128 bf16 causal")
@@ -83,10 +83,12 @@ def test_a_batch_invariant_forward_does_not_hinder_the_backward() -> None:
 )
 def test_splits_fill_the_gpu(problem: AttentionProblem, kernel: str) -> None:
     plain = kernel.removesuffix("_split")
-    best, alone = (propose(KernelTask.of(one, problem, H200), top=1)[0] for one in (kernel, plain))
+    best, alone = (
+        propose(KernelTask.of(item, problem, H200), top=1)[0] for item in (kernel, plain)
+    )
     programs: list[int] = []
-    for one in (best, alone):
-        programs.append(launches(Tiled.of(one.kernel, problem, H200, one.config)).programs)
+    for item in (best, alone):
+        programs.append(launches(Tiled.of(item.kernel, problem, H200, item.config)).programs)
     assert max(programs[1] + 1, 0.9 * H200.num_sms) <= programs[0]
     assert best.estimate.seconds < 0.5 * alone.estimate.seconds
 
@@ -95,25 +97,25 @@ def test_programs_steps_and_rows_of_splits() -> None:
     """Of 4096 queries in 8 splits, each of 2 tiles of 64 keys has a program; under a causal mask
     those that see nothing have none, and the others have less."""
     config = TileConfig.parse("m64n64k512w4s2")
-    found = splits_of(tiled("bwd_dkdv_split", CROSS, config))
-    assert (found.count, found.programs, found.rows, found.tiles_of_group) == (8, 16, 8 * 77, 1)
+    splits = splits_of(tiled("bwd_dkdv_split", CROSS, config))
+    assert (splits.count, splits.programs, splits.rows, splits.tiles_of_group) == (8, 16, 8 * 77, 1)
     run = launches(Tiled.of("bwd_dkdv_split", CROSS, H200, config))
     assert (run.programs, run.steps, run.longest) == (256, 16 * 2 * 64, 8)
     causal = AttentionProblem.parse("b1 hq4 hkv1 q1024 kv1024 d64 bf16 causal")
-    found = splits_of(tiled("bwd_dkdv_split", causal, config))
-    assert (found.count, found.programs, found.rows) == (2, 16 + 8, 64 * (16 + 8))
+    splits = splits_of(tiled("bwd_dkdv_split", causal, config))
+    assert (splits.count, splits.programs, splits.rows) == (2, 16 + 8, 64 * (16 + 8))
     run = launches(Tiled.of("bwd_dkdv_split", causal, H200, config))
     assert (run.programs, run.steps, run.longest) == (24, 4 * 136, 4 * 8)
-    found = splits_of(tiled("bwd_dq_split", causal, config))
-    assert (found.count, found.programs, found.tiles_of_group) == (2, 16 + 8, 4)
+    splits = splits_of(tiled("bwd_dq_split", causal, config))
+    assert (splits.count, splits.programs, splits.tiles_of_group) == (2, 16 + 8, 4)
 
 
 def test_no_split_is_left_out_where_heads_visit_different_tiles() -> None:
     by_head = predicate(lambda b, h, q, k: k <= q - 300 * h)
     problem = AttentionProblem.parse("b1 hq4 hkv1 q1024 kv1024 d64 bf16 full")
     problem = replace(problem, mask=by_head)
-    found = splits_of(tiled("bwd_dkdv_split", problem, TileConfig.parse("m64n64k512w4s2")))
-    assert (found.programs, found.rows) == (2 * 16, 2 * 1024)
+    splits = splits_of(tiled("bwd_dkdv_split", problem, TileConfig.parse("m64n64k512w4s2")))
+    assert (splits.programs, splits.rows) == (2 * 16, 2 * 1024)
 
 
 def test_sums_are_of_the_splits_that_the_model_proposes() -> None:
@@ -138,12 +140,14 @@ def test_fewer_splits_a_step_take_longer() -> None:
 
 def test_configs() -> None:
     for kernel in ("bwd_dkdv_split", "bwd_dq_split"):
-        for one in all_configs(task(kernel, SUFFIX)):
-            check_config(one, kernel)
-            assert one.heads == 1
-    longest = max(one.split_kv for one in all_configs(task("bwd_dkdv_split", CROSS)))
+        for all_config in all_configs(task(kernel, SUFFIX)):
+            check_config(all_config, kernel)
+            assert all_config.heads == 1
+    longest = max(all_config.split_kv for all_config in all_configs(task("bwd_dkdv_split", CROSS)))
     assert longest == 4096, "no longer than the queries, which are split"
-    assert max(one.split_kv for one in all_configs(task("bwd_dq_split", CROSS))) == 128
+    assert (
+        max(all_config.split_kv for all_config in all_configs(task("bwd_dq_split", CROSS))) == 128
+    )
     config = TileConfig.parse("m64n128k512w4s2")
     assert grid_of("bwd_dkdv_split", config, 4) == (
         *(("seqlen_kv", 128), ("num_heads_kv", 1), ("batch", 1), ("seqlen_q", 512)),

@@ -62,11 +62,11 @@ def test_splits_fill_the_gpu() -> None:
     """One program for each SM or more, and fewer keys a split where there are fewer heads."""
     few = AttentionProblem.parse("b1 hq16 hkv2 q1 kv8192 d128 bf16")
     most, least = (
-        propose(KernelTask.of("fwd_split", one, H200), top=1)[0] for one in (DECODE, few)
+        propose(KernelTask.of("fwd_split", item, H200), top=1)[0] for item in (DECODE, few)
     )
-    for one, problem in ((most, DECODE), (least, few)):
-        run = launches(Tiled.of("fwd_split", problem, H200, one.config))
-        finest = one.config.split_kv == KERNELS["fwd_split"].knobs.split_kv[0]
+    for item, problem in ((most, DECODE), (least, few)):
+        run = launches(Tiled.of("fwd_split", problem, H200, item.config))
+        finest = item.config.split_kv == KERNELS["fwd_split"].knobs.split_kv[0]
         assert finest or run.programs >= 0.9 * H200.num_sms
     assert least.config.split_kv < most.config.split_kv
 
@@ -79,8 +79,8 @@ def test_what_splits_leave_counts_in_their_ranking() -> None:
     )
     assert small.cost - small.seconds > 5 * (large.cost - large.seconds) > 0
     assert small.cost > large.cost
-    found = propose(KernelTask.of("fwd_split", VERIFY, H200), top=30)
-    costs = [one.estimate.cost for one in found]
+    candidates = propose(KernelTask.of("fwd_split", VERIFY, H200), top=30)
+    costs = [one.estimate.cost for one in candidates]
     assert costs == sorted(costs)
 
 
@@ -92,10 +92,10 @@ def test_a_tile_holds_a_whole_group_where_nothing_tells_its_heads_apart() -> Non
     assert packed_heads(replace(DECODE, score=softcap(5.0).form)) == 8
     by_head = predicate(lambda b, h, q, k: k <= q + h)
     assert packed_heads(replace(DECODE, mask=by_head)) == 1
-    for one in all_configs(task("fwd_split", DECODE)):
-        assert one.heads == 8
-        assert one.rows >= 16
-        assert one.split_kv % one.block_n == 0
+    for all_config in all_configs(task("fwd_split", DECODE)):
+        assert all_config.heads == 8
+        assert all_config.rows >= 16
+        assert all_config.split_kv % all_config.block_n == 0
 
 
 def test_empty_splits_have_no_programs() -> None:
@@ -104,8 +104,8 @@ def test_empty_splits_have_no_programs() -> None:
         VERIFY, mask=AttentionProblem.parse("hq1 q9 d16 fp16 window(999,0,bottom_right)").mask
     )
     config = TileConfig.parse("m8h8n64k1024w4s3")
-    found = splits_of(tiled("fwd_split", problem, config))
-    assert (found.count, found.programs, found.tiles_of_group) == (128, 1, 1)
+    splits = splits_of(tiled("fwd_split", problem, config))
+    assert (splits.count, splits.programs, splits.tiles_of_group) == (128, 1, 1)
     wide = splits_of(tiled("fwd_split", VERIFY, config))
     assert wide.programs == wide.count == 128
 

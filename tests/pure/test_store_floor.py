@@ -39,8 +39,8 @@ def _say_everything(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def found_in(folder: Path) -> TuningRecord | None:
-    found = look_up(KernelTask.of("fwd", PROBLEM, H200), where=[own(folder)])
-    return found and found.record
+    entry = look_up(KernelTask.of("fwd", PROBLEM, H200), where=[own(folder)])
+    return entry and entry.record
 
 
 def test_a_forged_record_is_passed_over_by_name(
@@ -54,8 +54,8 @@ def test_a_forged_record_is_passed_over_by_name(
     assert str(file) in warning
     assert WHY in warning
     assert file.exists()
-    (one,) = check([where])
-    assert WHY in one.trouble
+    (checked,) = check([where])
+    assert WHY in checked.trouble
 
 
 def test_a_forged_finding_hides_no_honest_one(

@@ -118,7 +118,7 @@ def _say_everything(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def hostile(chance: random.Random, n: int, good: dict[str, Any]) -> Callable[[Path], object]:
-    """Return what makes the n-th hostile file."""
+    """Return the function that makes the n-th hostile file."""
     things = [make for make, _, _ in THINGS.values()]
     contents = [data for data, _ in CONTENTS.values()]
     if n < 6 * len(things):
@@ -148,13 +148,13 @@ def test_none_does_harm_and_each_is_put_aside_by_name(
     harmless = 0
     for n, file in enumerate(files):
         caplog.clear()
-        found = look_up(KernelTask.of("fwd", problem(n), H200), where=where)
-        assert found is not None, file
-        if Path(found.file) == file:  # what was changed does not matter, or is in range
+        entry = look_up(KernelTask.of("fwd", problem(n), H200), where=where)
+        assert entry is not None, file
+        if Path(entry.file) == file:  # what was changed does not matter, or is in range
             assert TuningRecord.from_json(file.read_text()).problem == problem(n)
             harmless += 1
             continue
-        assert found.record == record(problem=problem(n), us=900.0)
+        assert entry.record == record(problem=problem(n), us=900.0)
         (warning,) = caplog.messages
         assert repr(str(file)) in warning
         assert warning.isprintable()
@@ -254,8 +254,8 @@ FIELDS = [(name,) for name in json.loads(GOOD)] + [
 def test_any_value_in_any_field_is_a_record_or_invalid(path: tuple[str, ...], value: Any) -> None:
     text, message = edited(*path, value=value).decode(), ""
     try:
-        found = TuningRecord.from_json(text)
-        assert TuningRecord.from_json(found.to_json()) == found
+        actual = TuningRecord.from_json(text)
+        assert TuningRecord.from_json(actual.to_json()) == actual
     except InvalidRecord as error:
         message = str(error)
     assert message.isprintable()
@@ -264,7 +264,7 @@ def test_any_value_in_any_field_is_a_record_or_invalid(path: tuple[str, ...], va
 @given(st.binary(max_size=200) | st.integers(0, len(GOOD)).map(lambda n: GOOD[:n].encode()))
 def test_any_bytes_are_a_record_or_invalid(data: bytes) -> None:
     try:
-        found = TuningRecord.from_json(data.decode("utf-8", errors="replace"))
+        out = TuningRecord.from_json(data.decode("utf-8", errors="replace"))
     except InvalidRecord:
         return
-    assert found == RECORD
+    assert out == RECORD

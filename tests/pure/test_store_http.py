@@ -35,8 +35,8 @@ pytestmark = pytest.mark.usefixtures("first_contact")
 
 
 def found_at(address: str) -> TuningRecord | None:
-    found = look_up(TASK, where=[Location(address, "shared")], borrow=False)
-    return found and found.record
+    entry = look_up(TASK, where=[Location(address, "shared")], borrow=False)
+    return entry and entry.record
 
 
 def copies_of(address: str) -> list[Path]:

@@ -71,9 +71,9 @@ def test_a_folder_that_is_a_link_is_read_and_not_written(
     at = tmp_path / "mine" / link
     at.parent.mkdir(parents=True)
     at.symlink_to(target)
-    found = look_up(TASK, where=[where])
-    assert found is not None
-    assert found.record == record(us=400.0)
+    entry = look_up(TASK, where=[where])
+    assert entry is not None
+    assert entry.record == record(us=400.0)
     before = contents(tmp_path / "there")
     for act in (
         lambda: save(record(us=300.0), location=where),

@@ -31,8 +31,8 @@ def test_why_lists_the_nearest_first_with_only_what_differs(tmp_path: Path) -> N
     other_mask = record(problem=AttentionProblem.parse("b4 hq32 hkv8 q64 d128 bf16 full"))
     other_gpu = record(gpu=A100.name, arch=A100.arch)
     other_kernel = record(kernel="bwd_dq")
-    for one in (other_kernel, other_gpu, other_mask, other_lengths, other_length):
-        place(tmp_path, one)
+    for item in (other_kernel, other_gpu, other_mask, other_lengths, other_length):
+        place(tmp_path, item)
     report = why(TASK, where=[own(tmp_path)])
     expected = [other_length, other_lengths, other_mask, other_gpu, other_kernel]
     assert expected == [entry.record for entry in report]

@@ -81,10 +81,10 @@ def test_order_of_locations(tmp_path: Path) -> None:
         place(tmp_path / "shipped", record(us=370.0), "shipped"),
     ]
     for expected in (400.0, 390.0, 380.0, 370.0):
-        found = look_up(TASK, where=where)
-        assert found is not None
-        assert expected == found.record.measurement.median_us
-        assert found.origin == where[0].origin
+        entry = look_up(TASK, where=where)
+        assert entry is not None
+        assert expected == entry.record.measurement.median_us
+        assert entry.origin == where[0].origin
         (folder_of(where.pop(0)) / RECORD.path).unlink()
     assert look_up(TASK, where=where) is None
 
@@ -96,9 +96,9 @@ def test_what_nobody_has_measured_is_not_found(
     mine = place(tmp_path / "own", guess, "own")
     shared = place(tmp_path / "shared", guess, "shared")
     shipped = place(tmp_path / "shipped", record(us=370.0), "shipped")
-    found = look_up(TASK, where=[mine, shared, shipped])
-    assert found is not None
-    assert found.origin == "shipped"
+    entry = look_up(TASK, where=[mine, shared, shipped])
+    assert entry is not None
+    assert entry.origin == "shipped"
     caplog.clear()
     say_once.cache_clear()
     assert look_up(TASK, where=[mine, shared]) is None
@@ -114,8 +114,8 @@ def test_every_length_of_a_bucket_finds_its_record(tmp_path: Path) -> None:
         ("b4 hq32 hkv8 q64 kv65 d128 bf16 causal", False),
         ("b4 hq32 hkv8 q64 kv64 d128 bf16 causal(bottom_right)", False),
     ):
-        found = look_up(KernelTask.of("fwd", AttentionProblem.parse(text), H200), where=where)
-        assert hit == (found is not None), text
+        entry = look_up(KernelTask.of("fwd", AttentionProblem.parse(text), H200), where=where)
+        assert hit == (entry is not None), text
 
 
 def test_extra_location_that_is_no_folder_is_reported_once(
@@ -147,9 +147,9 @@ def test_hard_mismatch_is_passed_over_with_one_warning(
     file.write_text(HARD[field].to_json())  # a record of something else, copied to this place
     where = [own(tmp_path / "own"), place(tmp_path / "shipped", RECORD, "shipped")]
     for _ in range(3):
-        found = look_up(TASK, where=where)
-        assert found is not None
-        assert found.origin == "shipped"
+        entry = look_up(TASK, where=where)
+        assert entry is not None
+        assert entry.origin == "shipped"
     (message,) = caplog.messages
     assert str(file) in message
     assert f"{field}: current " in message
@@ -186,14 +186,14 @@ def test_soft_mismatch_is_used_and_said_once(
 ) -> None:
     where = [place(tmp_path, RECORD)]
     for _ in range(3):
-        found = look_up(
+        entry = look_up(
             TASK,
             versions=versions,
             template_digest=digest,
             where=where,
         )
-        assert found is not None
-        assert [field] == [difference.field for difference in found.differences]
+        assert entry is not None
+        assert [field] == [difference.field for difference in entry.differences]
     (message,) = caplog.messages
     assert str(tmp_path / RECORD.path) in message
     assert f"{field}: current " in message
@@ -205,9 +205,9 @@ def test_versions_that_no_timing_depends_on_are_no_mismatch(
     here = replace(VERSIONS, tilegen="9", torch="2.15.0", cuda="13.2")
     digest = RECORD.template_digest
     where = [place(tmp_path, RECORD)]
-    found = look_up(TASK, versions=here, template_digest=digest, where=where)
-    assert found is not None
-    assert found.differences == ()
+    entry = look_up(TASK, versions=here, template_digest=digest, where=where)
+    assert entry is not None
+    assert entry.differences == ()
     assert caplog.messages == []
 
 
@@ -219,14 +219,14 @@ def test_same_versions_and_unknown_ones_are_no_mismatch(
         (VERSIONS, "87ebae389eec"),
         (replace(VERSIONS, tilegen="9.9", driver=""), ""),
     ):
-        found = look_up(
+        entry = look_up(
             TASK,
             versions=versions,
             template_digest=digest,
             where=where,
         )
-        assert found is not None
-        assert found.differences == ()
+        assert entry is not None
+        assert entry.differences == ()
     assert caplog.messages == []
 
 
@@ -260,13 +260,13 @@ def test_without_a_record_of_its_own_a_gpu_borrows_from_the_nearest_of_its_archi
         place(tmp_path, record(gpu=name, us=us))
     place(tmp_path, record(gpu="a100", arch="sm_80", us=100.0))
     for _ in range(3):
-        found = look_up(TASK, where=[own(tmp_path)])
-        assert found is not None
-        assert (found.record.gpu, found.borrowed) == ("h100", True)
-        assert [str(one) for one in found.differences] == ["gpu: current h200, stored h100"]
-        assert str(found) == f"{found.file}, borrowed from h100"
+        entry = look_up(TASK, where=[own(tmp_path)])
+        assert entry is not None
+        assert (entry.record.gpu, entry.borrowed) == ("h100", True)
+        assert [str(one) for one in entry.differences] == ["gpu: current h200, stored h100"]
+        assert str(entry) == f"{entry.file}, borrowed from h100"
     (message,) = caplog.messages
-    assert message == f"no measured record for h200: record {found.file!r} is borrowed"
+    assert message == f"no measured record for h200: record {entry.file!r} is borrowed"
     assert look_up(TASK, where=[own(tmp_path)], borrow=False) is None
     assert look_up(KernelTask.of("fwd", PROBLEM, gpu("l4")), where=[own(tmp_path)]) is None
 
@@ -276,21 +276,21 @@ def test_order_of_own_and_borrowed(tmp_path: Path) -> None:
     other_guess = place(tmp_path / "own", record(gpu="h100-pcie", measurement=UNMEASURED), "own")
     assert look_up(TASK, where=[guess, other_guess]) is None
     borrowed = place(tmp_path / "shared", record(gpu="h100"), "shared")
-    found = look_up(TASK, where=[guess, borrowed])
-    assert found is not None
-    assert (found.record.gpu, found.borrowed) == ("h100", True)
+    entry = look_up(TASK, where=[guess, borrowed])
+    assert entry is not None
+    assert (entry.record.gpu, entry.borrowed) == ("h100", True)
     measured = place(tmp_path / "shipped", RECORD, "shipped")
-    found = look_up(TASK, where=[guess, borrowed, measured])
-    assert found is not None
-    assert (found.record.gpu, found.borrowed) == ("h200", False)
+    entry = look_up(TASK, where=[guess, borrowed, measured])
+    assert entry is not None
+    assert (entry.record.gpu, entry.borrowed) == ("h200", False)
 
 
 def test_a_gpu_that_is_in_no_catalogue_borrows_too(tmp_path: Path) -> None:
     unknown = replace(H200, name="h20", num_sms=78, dram_bandwidth=4e12)
     place(tmp_path, RECORD)
-    found = look_up(KernelTask.of("fwd", PROBLEM, unknown), where=[own(tmp_path)])
-    assert found is not None
-    assert (found.record, found.borrowed) == (RECORD, True)
+    entry = look_up(KernelTask.of("fwd", PROBLEM, unknown), where=[own(tmp_path)])
+    assert entry is not None
+    assert (entry.record, entry.borrowed) == (RECORD, True)
 
 
 def test_a_config_that_cannot_run_here_is_refused_before_it_is_compiled(
@@ -302,9 +302,9 @@ def test_a_config_that_cannot_run_here_is_refused_before_it_is_compiled(
         place(tmp_path / "ship", RECORD, "shipped"),
     ]
     for _ in range(2):
-        found = look_up(TASK, where=where)
-        assert found is not None
-        assert found.record == RECORD
+        entry = look_up(TASK, where=where)
+        assert entry is not None
+        assert entry.record == RECORD
     (message,) = caplog.messages
     assert str(tmp_path / "shared" / huge.path) in message
     assert "m256n256w8s6 needs" in message
@@ -336,12 +336,12 @@ def test_a_finding_under_the_present_conditions_is_preferred(tmp_path: Path) -> 
     assert joined.source == "aa"
     where = [place(tmp_path, joined)]
     for versions, source in ((theirs, "aa"), (VERSIONS, "cc"), (Versions(triton="3.6"), "aa")):
-        found = look_up(TASK, versions=versions, where=where)
-        assert found is not None
-        assert found.record.source == source
-        assert found.record.rivals == ()
-        assert bool(found.differences) == (versions.triton == "3.6")
-        assert {one.source for one in found.others} == {"aa", "bb", "cc"} - {source}
+        entry = look_up(TASK, versions=versions, where=where)
+        assert entry is not None
+        assert entry.record.source == source
+        assert entry.record.rivals == ()
+        assert bool(entry.differences) == (versions.triton == "3.6")
+        assert {one.source for one in entry.others} == {"aa", "bb", "cc"} - {source}
 
 
 def test_times_of_another_policy_are_about_something_else(

@@ -31,9 +31,9 @@ def test_http_can_be_read_and_listed_but_not_written(tmp_path: Path) -> None:
     place(tmp_path / "there", RECORD)
     with http_server(tmp_path / "there") as address:
         where = shared(address)
-        found = look_up(TASK, where=[where], versions=VERSIONS)
-        assert found is not None
-        assert (found.record, found.file) == (RECORD, f"{address}/{RECORD.path}")
+        entry = look_up(TASK, where=[where], versions=VERSIONS)
+        assert entry is not None
+        assert (entry.record, entry.file) == (RECORD, f"{address}/{RECORD.path}")
         assert [one.record for one in list_records([where])] == [RECORD]
         with pytest.raises(Unsupported, match="can only be read; write to another location"):
             save(record(us=1.0), location=where)
@@ -49,9 +49,9 @@ def test_a_server_that_never_answers_costs_one_warning(
     with silent_server() as (address, connections):
         where = [shared(f"{address}/x"), place(tmp_path / "shipped", RECORD, "shipped")]
         for _ in range(20):
-            found = look_up(TASK, where=where)
-            assert found is not None
-            assert found.origin == "shipped"
+            entry = look_up(TASK, where=where)
+            assert entry is not None
+            assert entry.origin == "shipped"
         assert len(connections) <= 2, "it is not asked again and again"
         (message,) = caplog.messages
         assert f"record location '{address}/x' did not answer within 0.5 s" in message
@@ -148,8 +148,8 @@ def test_a_url_is_shown_without_its_password_alone(url: str, expected: str) -> N
 
 def test_containers_of_one_account_keep_their_copies_apart() -> None:
     """A record of another container would be served from a common copy."""
-    one, other = (reach.copies(f"abfs://{name}@account/tilegen") for name in ("one", "other"))
-    assert one != other
+    left, other = (reach.copies(f"abfs://{name}@account/tilegen") for name in ("one", "other"))
+    assert left != other
 
 
 def test_a_hanging_network_folder_costs_one_warning(

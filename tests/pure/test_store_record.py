@@ -50,8 +50,8 @@ def test_round_trip() -> None:
 @pytest.mark.parametrize("problem", [p.bucket for p in PROBLEMS], ids=str)
 def test_round_trip_of_every_problem(problem: AttentionProblem) -> None:
     for kernel in LARGE_CACHE:
-        one = record(problem=problem, kernel=kernel)
-        assert TuningRecord.from_json(one.to_json()) == one
+        finding = record(problem=problem, kernel=kernel)
+        assert TuningRecord.from_json(finding.to_json()) == finding
 
 
 def test_json_spells_the_key_in_clear() -> None:
@@ -97,8 +97,8 @@ def test_numbers_in_the_readme_of_the_format_are_those_of_the_code() -> None:
     assert upkeep.COPY_SECONDS == 7 * 86400, "copies older than a week"
     assert f"by up to {MAX_RIVALS + 1} machines" in readme
     assert f"within {100 * TIE_LIMIT:g} %" in readme
-    one = len(RECORD.to_json())
-    rival = len(record(rivals=(record(us=401.0, source="0" * 12),)).to_json()) - one
+    record_size = len(RECORD.to_json())
+    rival = len(record(rivals=(record(us=401.0, source="0" * 12),)).to_json()) - record_size
     conditions = Conditions(
         problem=PROBLEM.key, arch="sm_90", triton="3.7.1", driver="580.65", template_digest="a" * 12
     )
@@ -109,7 +109,7 @@ def test_numbers_in_the_readme_of_the_format_are_those_of_the_code() -> None:
         versions=RECORD.versions,
     )
     line = len(json.dumps(trial_line(trial, conditions)))
-    for stated, size in ((1.0, one), (0.9, rival), (0.6, line)):
+    for stated, size in ((1.0, record_size), (0.9, rival), (0.6, line)):
         assert f"{stated:g} KB" in readme
         assert 0.8 < size / (1000 * stated) < 1.2, (stated, size)
     for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", readme):
@@ -170,10 +170,10 @@ def test_current_versions(tmp_path: Path) -> None:
 
     import tilegen
 
-    found = current_versions()
-    assert (tilegen.__version__, torch.__version__) == (found.tilegen, found.torch)
-    assert triton.__version__ == found.triton
-    assert TuningRecord.from_json(record(versions=found).to_json()).versions == found
+    actual = current_versions()
+    assert (tilegen.__version__, torch.__version__) == (actual.tilegen, actual.torch)
+    assert triton.__version__ == actual.triton
+    assert TuningRecord.from_json(record(versions=actual).to_json()).versions == actual
 
     kernel_module = tmp_path / "version"
     assert versions_module._driver(kernel_module) == ""
@@ -220,8 +220,8 @@ def test_slug_is_always_one_safe_file_name(text: str) -> None:
 
 
 @given(st.text("abA&+,-()/ _.é", min_size=1), st.text("abA&+,-()/ _.é", min_size=1))
-def test_slugs_of_unusual_keys_differ(one: str, other: str) -> None:
-    unusual = {text: slug(f"É{text}") for text in (one, other)}
+def test_slugs_of_unusual_keys_differ(item: str, other: str) -> None:
+    unusual = {text: slug(f"É{text}") for text in (item, other)}
     assert len(set(unusual.values())) == len(unusual)
 
 
@@ -231,11 +231,11 @@ def test_long_keys_keep_their_difference() -> None:
 
 
 def test_this_machine_is_always_the_same_and_fits_a_record() -> None:
-    one = record(source=this_machine())
-    assert len(one.source) == 12
-    assert TuningRecord.from_json(one.to_json()) == one
+    finding = record(source=this_machine())
+    assert len(finding.source) == 12
+    assert TuningRecord.from_json(finding.to_json()) == finding
 
 
 def test_timed_helper_is_a_valid_measurement() -> None:
-    one = record(measurement=timed(100.0, 0.1))
-    assert TuningRecord.from_json(one.to_json()) == one
+    finding = record(measurement=timed(100.0, 0.1))
+    assert TuningRecord.from_json(finding.to_json()) == finding

@@ -75,8 +75,8 @@ def shared(url: str) -> Location:
 
 
 def median_at(where: Location) -> float | None:
-    found = look_up(TASK, where=[where])
-    return found and found.record.measurement.median_us
+    entry = look_up(TASK, where=[where])
+    return entry and entry.record.measurement.median_us
 
 
 # --------------------------------------------------------------------------------------------------
@@ -92,9 +92,9 @@ def test_save_look_up_and_list(url: str) -> None:
     assert saved.file == f"{url}/{RECORD.path}"
     # The miss is remembered for a while; other own directories have not asked before.
     os.environ["TILEGEN_CACHE_DIR"] += "2"
-    found = look_up(TASK, where=[where])
-    assert found is not None
-    assert (found.record, found.origin, found.file) == (RECORD, "shared", saved.file)
+    entry = look_up(TASK, where=[where])
+    assert entry is not None
+    assert (entry.record, entry.origin, entry.file) == (RECORD, "shared", saved.file)
     (listed,) = list_records([where])
     assert (listed.record, listed.trouble, listed.file) == (RECORD, "", saved.file)
 
@@ -283,9 +283,9 @@ def test_strict_look_ups_ask_anew(memory: str, monkeypatch: pytest.MonkeyPatch) 
     save(record(us=400.0, source="aa"), location=where)
     assert median_at(where) == 400.0
     save(record(us=300.0, source="bb"), location=where)
-    found = look_up(TASK, where=[where], strict=True)
-    assert found is not None
-    assert found.record.measurement.median_us == 300.0
+    entry = look_up(TASK, where=[where], strict=True)
+    assert entry is not None
+    assert entry.record.measurement.median_us == 300.0
     monkeypatch.setattr(remote, "_get", _refuse)
     with pytest.raises(Unreachable, match="since all ranks must choose alike"):
         look_up(TASK, where=[where], strict=True)

@@ -30,18 +30,18 @@ def test_save_then_look_up(tmp_path: Path) -> None:
     saved = save(RECORD, location=own(tmp_path))
     assert saved.written
     assert str(tmp_path / RECORD.path) == saved.file
-    found = look_up(TASK, where=[own(tmp_path)])
-    assert found is not None
-    assert (found.record, found.file, found.origin) == (RECORD, saved.file, "own")
+    entry = look_up(TASK, where=[own(tmp_path)])
+    assert entry is not None
+    assert (entry.record, entry.file, entry.origin) == (RECORD, saved.file, "own")
     assert [Path(saved.file)] == written(tmp_path)
 
 
 def test_save_goes_to_the_own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path / "mine"))
     assert save(RECORD).file == str(tmp_path / "mine" / RECORD.path)
-    found = look_up(TASK)
-    assert found is not None
-    assert found.origin == "own"
+    entry = look_up(TASK)
+    assert entry is not None
+    assert entry.origin == "own"
 
 
 def test_nothing_is_written_for_what_is_known(tmp_path: Path) -> None:
@@ -155,9 +155,9 @@ def test_crash_between_writing_and_renaming_leaves_the_old_record(
         patch.setattr(Path, "replace", crash)
         with pytest.raises(KeyboardInterrupt):
             save(record(us=300.0), location=own(tmp_path))
-    found = look_up(TASK, where=[own(tmp_path)])
-    assert found is not None
-    assert found.record == record(us=400.0)
+    entry = look_up(TASK, where=[own(tmp_path)])
+    assert entry is not None
+    assert entry.record == record(us=400.0)
     assert len(written(tmp_path)) == 1
 
 

@@ -40,13 +40,13 @@ def tuned_apart(folder: Path, seed: int) -> Location:
     its own."""
     where = own(folder)
     for n, problem in enumerate(("hq8 q512 d64 bf16", "hq8 q1024 d64 bf16", "hq8 q2048 d64 bf16")):
-        one = record(
+        parsed = record(
             problem=AttentionProblem.parse(problem).bucket,
             config=CONFIGS[(n + seed) % 3],
             us=100.0 + (7 * n + 3 * seed) % 5,
             source=f"{seed:02x}",
         )
-        save(one, location=where)
+        save(parsed, location=where)
     save(record(kernel="bwd_dq" if seed else "bwd_dkdv", source=f"{seed:02x}"), location=where)
     log = log_of(folder)
     for n in range(1 + seed, 3 + seed):
@@ -139,8 +139,8 @@ def test_a_record_of_another_tilegen_at_the_target_stays_and_the_rest_goes_on(
     ids=["all", "gpu", "kernel", "both"],
 )
 def test_only_what_is_wanted(tmp_path: Path, wanted: Wanted, names: set[str]) -> None:
-    for one in (RECORD, record(kernel="bwd_dq"), record(gpu="a100", arch="sm_80")):
-        place(tmp_path / "a", one)
+    for kept in (RECORD, record(kernel="bwd_dq"), record(gpu="a100", arch="sm_80")):
+        place(tmp_path / "a", kept)
     log_of(tmp_path / "a").append(trial(CONFIGS[0], 100.0))
     for n, moved in enumerate(
         (
@@ -149,9 +149,9 @@ def test_only_what_is_wanted(tmp_path: Path, wanted: Wanted, names: set[str]) ->
         )
     ):
         assert {
-            "/".join(Path(one.file).parts[-3 - t : -1 - t])
-            for one in moved
-            for t in (("trials" in Path(one.file).parts),)
+            "/".join(Path(kept.file).parts[-3 - t : -1 - t])
+            for kept in moved
+            for t in (("trials" in Path(kept.file).parts),)
         } == names, n
     list(import_(tmp_path / "x.jsonl", own(tmp_path / "c")))
     assert files(tmp_path / "c") == files(tmp_path / "b")
@@ -200,10 +200,10 @@ def test_check_names_everything_that_is_wrong(tmp_path: Path) -> None:
     with log_of(tmp_path).file.open("ab") as file:
         file.write(b'{"torn')
     before = files(tmp_path)
-    found = {Path(one.file).parent.name: one.trouble for one in check([good])}
-    assert "bytes of shared memory" in found["bwd_dq"]
-    assert "arch must be sm_90, that of h200, got sm_80" in found["bwd_dkdv"]
-    assert "not the one its findings elect" in found["bwd_preprocess"]
+    results = {Path(one.file).parent.name: one.trouble for one in check([good])}
+    assert "bytes of shared memory" in results["bwd_dq"]
+    assert "arch must be sm_90, that of h200, got sm_80" in results["bwd_dkdv"]
+    assert "not the one its findings elect" in results["bwd_preprocess"]
     assert files(tmp_path) == before
     list(merge([good], good))
     repaired = {one.file: one.trouble for one in check([good])}
@@ -213,8 +213,8 @@ def test_check_names_everything_that_is_wrong(tmp_path: Path) -> None:
 
 def test_check_names_a_date_that_is_to_come(tmp_path: Path) -> None:
     where = place(tmp_path, record(rivals=(record(us=500.0, date="2099-01-01T00:00:00Z"),)))
-    (one,) = check([where])
-    assert one.trouble == (
+    (checked,) = check([where])
+    assert checked.trouble == (
         "date must be at most a day ahead of this machine's clock, got 2099-01-01T00:00:00Z"
     )
 
@@ -249,12 +249,12 @@ def test_prune_of_old_and_unmeasured_records_only_if_told(tmp_path: Path) -> Non
     guess = record(kernel="bwd_dq", measurement=UNMEASURED)
     place(tmp_path, guess)
     assert prune(where) == []
-    (one,) = prune(where, unmeasured=True)
-    assert one.reason == "nobody has measured it"
+    (pruned,) = prune(where, unmeasured=True)
+    assert pruned.reason == "nobody has measured it"
     with pytest.raises(Unsupported, match="days must be 0"):
         prune(where, older_than_days=1e12)
-    (one,) = prune(where, older_than_days=365)
-    assert one.reason == "of 2020-01-01T00:00:00Z"
+    (pruned,) = prune(where, older_than_days=365)
+    assert pruned.reason == "of 2020-01-01T00:00:00Z"
     assert files(tmp_path) == {}
     rivals = (record(date="2999-01-01T00:00:00Z", source="aa", us=500.0),)
     place(tmp_path, record(date="2020-01-01T00:00:00Z", rivals=rivals))

@@ -96,9 +96,9 @@ def test_a_trial_of_nobody_knows_whom_makes_a_finding_of_nobody_knows_whom(
         assert (record.source, record.versions.torch, record.versions.cuda) == ("", "", "")
         assert record.versions.triton == current_versions().triton, "a condition of the trial"
     list(merge(stores, own(tmp_path / "all")))
-    found = look_up(TASK, where=[own(tmp_path / "all")])
-    assert found is not None
-    assert found.others == (), "one measurement, however many have written it down"
+    entry = look_up(TASK, where=[own(tmp_path / "all")])
+    assert entry is not None
+    assert entry.others == (), "one measurement, however many have written it down"
 
 
 def test_a_measurement_has_one_vote_however_many_machines_remember_it(
@@ -121,10 +121,10 @@ def test_a_measurement_has_one_vote_however_many_machines_remember_it(
         assert run(remembered).config == TileConfig.parse("m128n64w8s3")
         assert remembered.measured == []
     list(merge(stores, own(tmp_path / "all")))
-    found = look_up(TASK, where=[own(tmp_path / "all")])
-    assert found is not None
-    assert found.record.config == TileConfig.parse("m64n64w8s3")
-    assert sorted(one.source for one in (found.record, *found.others)) == ["aa", "bb", "cc"]
+    entry = look_up(TASK, where=[own(tmp_path / "all")])
+    assert entry is not None
+    assert entry.record.config == TileConfig.parse("m64n64w8s3")
+    assert sorted(one.source for one in (entry.record, *entry.others)) == ["aa", "bb", "cc"]
 
 
 def test_a_later_run_of_one_machine_takes_the_place_of_its_earlier_one(
@@ -133,9 +133,9 @@ def test_a_later_run_of_one_machine_takes_the_place_of_its_earlier_one(
     mine = machine(tmp_path, "aa", tmp_path, monkeypatch)
     run(Replay(dict(list(SMALL.items())[:3])))
     record = run(Replay(SMALL))
-    found = look_up(TASK, where=[mine])
-    assert found is not None
-    assert (found.record, found.others) == (record, ())
+    entry = look_up(TASK, where=[mine])
+    assert entry is not None
+    assert (entry.record, entry.others) == (record, ())
 
 
 def test_a_clock_that_is_set_back_does_not_make_the_later_finding_the_earlier(
@@ -147,9 +147,9 @@ def test_a_clock_that_is_set_back_does_not_make_the_later_finding_the_earlier(
     monkeypatch.setattr("tilegen.tuning.tuner.now", lambda: "2026-11-21T01:00:00Z")
     record = run(Replay(SMALL))
     assert record.date == "2026-11-21T09:30:01Z"
-    found = look_up(TASK, where=[mine])
-    assert found is not None
-    assert (found.record, found.others) == (record, ())
+    entry = look_up(TASK, where=[mine])
+    assert entry is not None
+    assert (entry.record, entry.others) == (record, ())
 
 
 def test_trials_of_a_clock_that_is_years_ahead_do_not_count_as_the_last(tmp_path: Path) -> None:
@@ -183,9 +183,9 @@ def test_tuned_apart_and_merged_all_machines_agree(
     for n, order in enumerate(([0, 1, 2], [2, 1, 0], [1, 0, 2])):
         target = own(tmp_path / f"all{n}")
         list(merge([stores[index] for index in order], target))
-        found = look_up(TASK, where=[target])
-        assert found is not None
-        merged.append(found.record)
+        entry = look_up(TASK, where=[target])
+        assert entry is not None
+        merged.append(entry.record)
     assert merged[0] == merged[1] == merged[2]
     assert merged[0].config == TileConfig.parse("m64n64w8s3"), "of equals what most have found"
 
@@ -225,13 +225,13 @@ def test_benchmark_gives_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for name, value in (("LOOKED_UP", 10), ("MERGED", 5), ("REPEATS", 1)):
         monkeypatch.setattr(store, name, value)
     store.main(csv=tmp_path / "store.csv", records=30)
-    found = rows.read(tmp_path / "store.csv")
-    assert len(found) == len({row["benchmark"] for row in found}) == 7
-    assert all(float(row["value"]) > 0 for row in found)
+    lines = rows.read(tmp_path / "store.csv")
+    assert len(lines) == len({row["benchmark"] for row in lines}) == 7
+    assert all(float(row["value"]) > 0 for row in lines)
     assert len(set(store.problems(store.RECORDS))) == store.RECORDS
     for problem in store.problems(3):
-        one = store.record(problem)
-        assert TuningRecord.from_json(one.to_json()) == one
+        finding = store.record(problem)
+        assert TuningRecord.from_json(finding.to_json()) == finding
 
 
 def test_the_choice_of_the_model_is_a_line_of_the_log_and_no_record(
@@ -244,5 +244,5 @@ def test_the_choice_of_the_model_is_a_line_of_the_log_and_no_record(
         chosen = pipeline.choose(problem, H200, may_compile=True)
         pipeline.load(chosen, aligned=True)
     assert not list(own_cache.rglob("*.json"))
-    for kernel, one in chosen.items():
-        assert f"{kernel} for '{problem}': {one.config}, from the model" in caplog.text
+    for kernel, choice in chosen.items():
+        assert f"{kernel} for '{problem}': {choice.config}, from the model" in caplog.text

@@ -68,8 +68,8 @@ def _allowed() -> Callable[..., float]:
     return sp.lambdify((k, u, w_b, g), spanned_by_all_heads(), "math")
 
 
-def allowed(found: Subgrids, at: int, group: int) -> float:
-    return _allowed()(at, found.per_row, found.width, group)
+def allowed(bounds: Subgrids, at: int, group: int) -> float:
+    return _allowed()(at, bounds.per_row, bounds.width, group)
 
 
 def bands_of(pairs: Pairs) -> Bands:
@@ -111,9 +111,9 @@ def any_pairs(draw: st.DrawFn) -> Pairs:
 @given(st.one_of(intervals(), any_pairs()), st.integers(1, 3))
 def test_no_subgrid_has_more_than_is_allowed(pairs: Pairs, group: int) -> None:
     """For every number of rows and columns, in one head and in two."""
-    found, most = by_pairs(pairs, group), most_kept(pairs, group)
+    actual, most = by_pairs(pairs, group), most_kept(pairs, group)
     for exact in (most, of_two_heads(most)):
-        assert all(kept <= allowed(found, at, group) + 1e-9 for at, kept in enumerate(exact))
+        assert all(kept <= allowed(actual, at, group) + 1e-9 for at, kept in enumerate(exact))
 
 
 SIDE = 9
@@ -130,13 +130,13 @@ FAMILIES: dict[str, Mask] = {
 @pytest.mark.parametrize("name", FAMILIES)
 def test_closed_forms_hold(name: str, group: int) -> None:
     mask = FAMILIES[name]
-    found = subgrids(mask, SIDE, SIDE, group)
+    bounds = subgrids(mask, SIDE, SIDE, group)
     pairs = np.array(mask.pairs(SIDE, SIDE))
     most = most_kept(pairs, group)
     for exact in (most, of_two_heads(most)):
-        assert all(kept <= allowed(found, at, group) + 1e-9 for at, kept in enumerate(exact))
-    assert found.family == name.split()[0]
-    assert found.per_row >= by_pairs(pairs, group).per_row / TIGHT
+        assert all(kept <= allowed(bounds, at, group) + 1e-9 for at, kept in enumerate(exact))
+    assert bounds.family == name.split()[0]
+    assert bounds.per_row >= by_pairs(pairs, group).per_row / TIGHT
 
 
 @pytest.mark.parametrize("shape", [(9, 5), (5, 9), (1, 9), (9, 1)])
@@ -144,8 +144,8 @@ def test_closed_forms_hold(name: str, group: int) -> None:
 def test_lengths_may_differ(text: str, shape: tuple[int, int]) -> None:
     mask = parse_mask(text)
     for group in (1, 4):
-        most, found = most_kept(np.array(mask.pairs(*shape)), group), subgrids(mask, *shape, group)
-        assert all(kept <= allowed(found, at, group) + 1e-9 for at, kept in enumerate(most))
+        most, bounds = most_kept(np.array(mask.pairs(*shape)), group), subgrids(mask, *shape, group)
+        assert all(kept <= allowed(bounds, at, group) + 1e-9 for at, kept in enumerate(most))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -173,10 +173,10 @@ def test_what_is_said_of_prefixes_is_reached(share: float) -> None:
     degrees = np.maximum(np.arange(1, side + 1), columns)
     for group in (1, 2, 8):
         reached = densest_nested(degrees, group * np.ones(side, dtype=np.int64))
-        found = subgrids(prefix_lm(columns), side, side, group)
-        assert found.family == "prefix"
-        assert reached <= found.per_row * TIGHT
-        assert found.per_row <= 1.001 * reached
+        bounds = subgrids(prefix_lm(columns), side, side, group)
+        assert bounds.family == "prefix"
+        assert reached <= bounds.per_row * TIGHT
+        assert bounds.per_row <= 1.001 * reached
 
 
 @pytest.mark.parametrize("group", [1, 3])
@@ -204,11 +204,11 @@ def test_the_densest_is_found(rows: list[tuple[int, int]]) -> None:
 def test_documents_are_as_dense_as_the_longest() -> None:
     """Each is a part of its own, and a causal one has fewer scores for its rows than a full one."""
     ids = np.repeat(np.arange(40), 25)
-    whole, its = documents(ids.tolist()), documents(ids.tolist()) & causal()
+    whole, own = documents(ids.tolist()), documents(ids.tolist()) & causal()
     assert subgrids(whole, 1000, 1000, 1).per_row == 12.5
     expected = subgrids(causal(), 25, 25, 1).per_row
-    assert subgrids(its, 1000, 1000, 1).per_row == pytest.approx(expected, rel=0.02)
-    assert subgrids(its, 1000, 1000, 1).width == 25
+    assert subgrids(own, 1000, 1000, 1).per_row == pytest.approx(expected, rel=0.02)
+    assert subgrids(own, 1000, 1000, 1).width == 25
 
 
 def test_a_prefix_is_between_causal_and_full() -> None:
@@ -238,10 +238,10 @@ def test_the_masks_of_the_zoo(case: Case, group: int) -> None:
     """What tiles say of a mask is never less than what its pairs say, and no more than degrees do;
     and sub-grids that a search finds have no more."""
     lengths = case.seqlen_q, case.seqlen_kv
-    found, pairs = subgrids(case.mask, *lengths, group), case.oracle[0, 0]
+    bounds, pairs = subgrids(case.mask, *lengths, group), case.oracle[0, 0]
     degree = mask_size(case.mask, *lengths).degree
-    assert by_pairs(pairs, group).per_row / TIGHT <= found.per_row
-    assert found.per_row <= by_degrees(degree, degree, group)
+    assert by_pairs(pairs, group).per_row / TIGHT <= bounds.per_row
+    assert bounds.per_row <= by_degrees(degree, degree, group)
     counts = pairs.astype(np.int64)
     for columns in (1, 3, 10, 25, 50):
         chosen = np.argsort(-counts.sum(0), kind="stable")[:columns]
@@ -250,7 +250,7 @@ def test_the_masks_of_the_zoo(case: Case, group: int) -> None:
             kept = group * np.cumsum(counts[np.ix_(rows, chosen)].sum(1))
             sizes = group * np.arange(1, len(kept) + 1) + len(chosen)
             for at, entries in zip(sizes.tolist(), kept.tolist(), strict=True):
-                assert entries <= allowed(found, at, group) + 1e-9
+                assert entries <= allowed(bounds, at, group) + 1e-9
             best = rows[: int(np.argmax(kept / sizes)) + 1]
             chosen = np.argsort(-counts[best].sum(0), kind="stable")[:columns]
 
@@ -280,8 +280,8 @@ def _evaluated(name: str) -> tuple[Callable[..., int], Callable[..., int]]:
 
 @cache
 def _bound() -> Callable[..., float]:
-    one = {H_kv: 1, P: 1, d_qk: HEAD_DIM}
-    return sp.lambdify((M, g, nnz, u, w_b), pattern_bound().subs(one), "math")
+    results = {H_kv: 1, P: 1, d_qk: HEAD_DIM}
+    return sp.lambdify((M, g, nnz, u, w_b), pattern_bound().subs(results), "math")
 
 
 def visited(pairs: Pairs, rows: int, columns: int) -> tuple[int, int]:
@@ -292,7 +292,7 @@ def visited(pairs: Pairs, rows: int, columns: int) -> tuple[int, int]:
     return int((live * widths).sum()), int((live * heights[:, None]).sum())
 
 
-def check_schedules(pairs: Pairs, found: Subgrids, group: int) -> float:
+def check_schedules(pairs: Pairs, bounds: Subgrids, group: int) -> float:
     """Assert that no schedule moves less than the bound with what it holds on chip; return how
     close the closest comes."""
     closest = 0.0
@@ -300,7 +300,7 @@ def check_schedules(pairs: Pairs, found: Subgrids, group: int) -> float:
         both = visited(pairs, *tile)
         for name in STREAMING:
             words, held = (one(*pairs.shape, *both, *tile, group) for one in _evaluated(name))
-            least = _bound()(held, group, int(pairs.sum()), found.per_row, found.width)
+            least = _bound()(held, group, int(pairs.sum()), bounds.per_row, bounds.width)
             assert least <= words, (name, tile)
             closest = max(closest, least / words)
     return closest
@@ -309,8 +309,8 @@ def check_schedules(pairs: Pairs, found: Subgrids, group: int) -> float:
 @pytest.mark.parametrize("case", ONE_HEAD, ids=str)
 def test_no_schedule_beats_the_bound_of_a_mask(case: Case) -> None:
     for group in (1, 3):
-        found = subgrids(case.mask, case.seqlen_q, case.seqlen_kv, group)
-        check_schedules(case.oracle[0, 0], found, group)
+        bounds = subgrids(case.mask, case.seqlen_q, case.seqlen_kv, group)
+        check_schedules(case.oracle[0, 0], bounds, group)
 
 
 @given(intervals(), st.integers(1, 20), st.integers(1, 3))
@@ -323,8 +323,8 @@ def test_no_schedule_beats_the_bound_of_a_drawn_mask(pairs: Pairs, times: int, g
 def test_the_bound_says_something() -> None:
     """At 400 rows the best schedule moves a few times what it says, under every kind of mask."""
     for mask in (full(), causal(), sliding_window(50, 0)):
-        found = subgrids(mask, 400, 400, 1)
+        bounds = subgrids(mask, 400, 400, 1)
         pairs = np.tril(np.ones((400, 400), bool)) if mask != full() else np.ones((400, 400), bool)
         if mask == sliding_window(50, 0):
             pairs &= ~np.tril(pairs, -51)
-        assert check_schedules(pairs, found, 1) > 0.05
+        assert check_schedules(pairs, bounds, 1) > 0.05

@@ -33,7 +33,7 @@ THREADS = 16
 
 
 def together(work: Callable[[int], Any]) -> list[Any]:
-    """Return what 16 threads return that begin at the same time."""
+    """Call a function on 16 threads at the same time; return the results."""
     start = threading.Barrier(THREADS, timeout=60)
 
     def one(number: int) -> Any:
@@ -164,15 +164,15 @@ def test_threads_trace_call_and_pack_alike() -> None:
             tilegen.attention_varlen(packed, packed, packed, cu, mask=parse_mask("causal")),
         )
 
-    found = together(work)
+    actual = together(work)
     traced = tilegen.score(score)
-    for number, (scored, masked, within) in enumerate(found):
+    for number, (scored, masked, within) in enumerate(actual):
         x = q[:, :, : 30 + number % 4]
         expected, _ = attention_reference(x, x, x, mask=tilegen.causal(), score=traced)
         torch.testing.assert_close(scored, expected)
         expected, _ = attention_reference(x, x, x, mask=tilegen.dilated(2 + number % 4))
         torch.testing.assert_close(masked, expected)
-        assert torch.equal(within, found[0][2])
+        assert torch.equal(within, actual[0][2])
     assert len(varlen._masks) == 1
 
 

@@ -1,7 +1,7 @@
 """Which tiles a mask leaves, against isl: exact integer sets, and another theory than ours.
 
 Never a tile too few: none that holds a kept pair is left out, none that runs without mask code
-holds a dropped one. What is visited in vain, or with mask code in vain, is counted in a table.
+holds a dropped one. Tiles that need not be visited, or need no mask code, are counted in a table.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ def exact(keep: str, shape: TiledShape, side: Literal["rows", "columns"]) -> Exa
 
 def points(tiles: Any) -> Tiles:
     """Return the points of a set, which isl finds by scanning it."""
-    found: list[tuple[int, int]] = []
+    results: list[tuple[int, int]] = []
 
     def add(point: Any) -> None:
         i, j = (point.get_coordinate_val(isl.dim_type.set, at).to_python() for at in (0, 1))
-        found.append((i, j))
+        results.append((i, j))
 
     tiles.foreach_point(add)
-    return frozenset(found)
+    return frozenset(results)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -85,9 +85,9 @@ def points(tiles: Any) -> Tiles:
 
 
 def ranges(mask: Mask, shape: TiledShape, side: Literal["rows", "columns"]) -> Found:
-    """Return what the closed form gives; masks without one raise Unsupported elsewhere."""
+    """Return the ranges of the closed form; other masks raise Unsupported."""
     sizes = dict(seqlen_q=shape.seqlen_q, seqlen_kv=shape.seqlen_kv)
-    found = tile_ranges.tile_ranges(
+    visited = tile_ranges.tile_ranges(
         mask, side, **sizes, block_m=shape.block_m, block_n=shape.block_n
     )
     partial, full = (
@@ -97,25 +97,25 @@ def ranges(mask: Mask, shape: TiledShape, side: Literal["rows", "columns"]) -> F
             for stationary in range(low.shape[2])
             for streamed in range(int(low[0, 0, stationary]), int(high[0, 0, stationary]))
         ]
-        for part in found.pieces
+        for part in visited.pieces
     )
     assert len({*partial, *full}) == len(partial) + len(full), "a tile is visited twice"
     return _turned([*partial, *full], full, side)
 
 
 def lists(mask: Mask, shape: TiledShape, side: Literal["rows", "columns"]) -> Found:
-    """Return what the exact lists hold."""
+    """Return the contents of the exact lists."""
     keep = mask.predicate(side)
-    found: TileLists = build(keep, (), shape, device="cpu", side=side)
-    starts, streamed = found.starts.tolist(), found.tiles.tolist()
+    tile_lists: TileLists = build(keep, (), shape, device="cpu", side=side)
+    starts, streamed = tile_lists.starts.tolist(), tile_lists.tiles.tolist()
     live = [
         (at // 2, tile)
-        for at in range(2 * found.num_stationary)
+        for at in range(2 * tile_lists.num_stationary)
         for tile in streamed[starts[at] : starts[at + 1]]
     ]
     full = [
         (at, tile)
-        for at in range(found.num_stationary)
+        for at in range(tile_lists.num_stationary)
         for tile in streamed[starts[2 * at] : starts[2 * at + 1]]
     ]
     return _turned(live, full, side)
@@ -128,11 +128,11 @@ def _turned(live: list[tuple[int, int]], full: list[tuple[int, int]], side: str)
     return Found(frozenset(live), frozenset(full))
 
 
-def never_too_few(found: Found, expected: Exact) -> None:
+def never_too_few(entry: Found, expected: Exact) -> None:
     """Fail where a tile is missing, or runs without the mask code that it needs."""
-    assert not expected.live - found.live, "live tiles are missing"
-    assert not found.full - expected.full, "tiles run without mask code that need it"
-    assert found.full <= found.live
+    assert not expected.live - entry.live, "live tiles are missing"
+    assert not entry.full - expected.full, "tiles run without mask code that need it"
+    assert entry.full <= entry.live
 
 
 # --------------------------------------------------------------------------------------------------
@@ -211,19 +211,19 @@ def test_no_tile_too_few(name: str, shape: TiledShape) -> None:
 
 
 def test_tiles_too_many(golden: CheckGolden) -> None:
-    """What is visited in vain, and what runs mask code in vain."""
-    head = f"{'mask':24} {'tiles':6} {'on chip':8} {'as':6} {'live':>5} {'in vain':>8}"
-    lines = [f"{head} {'full':>5} {'masked in vain':>15}"]
+    """Count tiles that are visited, or run mask code, without need."""
+    head = f"{'mask':24} {'tiles':6} {'on chip':8} {'as':6} {'live':>5} {'wasted':>8}"
+    lines = [f"{head} {'full':>5} {'mask wasted':>15}"]
     exactly = 0
     for name, (mask, keep) in MASKS.items():
         for shape in SHAPES:
             for side in SIDES:
                 expected = exact(keep, shape, side)
                 solved = tile_ranges.is_solved(mask, side)
-                found = (ranges if solved else lists)(mask, shape, side)
+                actual = (ranges if solved else lists)(mask, shape, side)
                 counts = [
-                    (len(expected.live), len(found.live) - len(expected.live)),
-                    (len(expected.full), len(expected.full) - len(found.full)),
+                    (len(expected.live), len(actual.live) - len(expected.live)),
+                    (len(expected.full), len(expected.full) - len(actual.full)),
                 ]
                 if counts[0][1] == counts[1][1] == 0:
                     exactly += 1
@@ -259,27 +259,29 @@ def _modular(a: int, b: int, modulus: int, rest: int) -> Condition:
     )
 
 
-def _floors(one: int, other: int, shift: int) -> Condition:
+def _floors(number: int, other: int, shift: int) -> Condition:
     return Condition(
-        lambda q, k: q // one >= (k + shift) // other,
-        f"floor(q / {one}) >= floor((k + {shift}) / {other})",
+        lambda q, k: q // number >= (k + shift) // other,
+        f"floor(q / {number}) >= floor((k + {shift}) / {other})",
     )
 
 
-def _both(one: Condition, other: Condition) -> Condition:
+def _both(condition: Condition, other: Condition) -> Condition:
     return Condition(
-        lambda q, k: one.keep(q, k) & other.keep(q, k), f"({one.text}) and ({other.text})"
+        lambda q, k: condition.keep(q, k) & other.keep(q, k),
+        f"({condition.text}) and ({other.text})",
     )
 
 
-def _either(one: Condition, other: Condition) -> Condition:
+def _either(condition: Condition, other: Condition) -> Condition:
     return Condition(
-        lambda q, k: one.keep(q, k) | other.keep(q, k), f"({one.text}) or ({other.text})"
+        lambda q, k: condition.keep(q, k) | other.keep(q, k),
+        f"({condition.text}) or ({other.text})",
     )
 
 
-def _neither(one: Condition) -> Condition:
-    return Condition(lambda q, k: ~one.keep(q, k), f"not ({one.text})")
+def _neither(condition: Condition) -> Condition:
+    return Condition(lambda q, k: ~condition.keep(q, k), f"not ({condition.text})")
 
 
 FACTORS = st.sampled_from([-3, -2, -1, -1, 1, 1, 2, 3, 5])
@@ -329,6 +331,6 @@ def test_the_oracle_is_brute_force() -> None:
     tiled = keep.view(5, 32, 10, 16).transpose(1, 2)
     rows = torch.arange(160).view(5, 32)[:, None, :, None] >= 150
     live, full = tiled.any(-1).any(-1), (tiled | rows).all(-1).all(-1)
-    found = exact("2q >= 3k", shape, "rows")
-    assert found.live == {(int(i), int(j)) for i, j in live.nonzero()}
-    assert found.full == {(int(i), int(j)) for i, j in (live & full).nonzero()}
+    actual = exact("2q >= 3k", shape, "rows")
+    assert actual.live == {(int(i), int(j)) for i, j in live.nonzero()}
+    assert actual.full == {(int(i), int(j)) for i, j in (live & full).nonzero()}

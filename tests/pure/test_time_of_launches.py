@@ -48,7 +48,7 @@ def test_slow_l2_sets_the_time() -> None:
 def test_unequal_programs_leave_a_tail() -> None:
     """Twice the heads take less than twice the time: the last wave is partly empty only once, for
     part of one of its light programs."""
-    one, two = (
+    left, two = (
         estimate(
             Tiled.of(
                 "fwd",
@@ -60,8 +60,8 @@ def test_unequal_programs_leave_a_tail() -> None:
         for h in (32, 64)
     )
     launch = rates_of("sm_90").launch_seconds
-    tail = 2 * (one.seconds - launch) - (two.seconds - launch)
-    program = (one.seconds - launch) / (32 * 64 / 132)  # of mean length
+    tail = 2 * (left.seconds - launch) - (two.seconds - launch)
+    program = (left.seconds - launch) / (32 * 64 / 132)  # of mean length
     assert 0.01 * program < tail < 0.17 * program  # with the end of a light program
 
 
@@ -159,10 +159,12 @@ def test_a_small_l2_reads_keys_once_per_wave(programs_per_head: int, in_flight: 
     heads, seqlen = 97, 64 * programs_per_head
     problem = PARSE(f"b1 hq{heads} hkv{heads} q{seqlen} kv4096 d128 bf16 full")
     spec = replace(gpu("h200"), l2_bytes=0)
-    found = dram_bytes(Tiled.of("fwd", problem, spec, config("m64n64w4s2")), in_flight=in_flight)
+    tiled_kernel = dram_bytes(
+        Tiled.of("fwd", problem, spec, config("m64n64w4s2")), in_flight=in_flight
+    )
     queries = heads * seqlen * (2 * 128 * 2 + 4)
     keys = 4096 * 2 * 128 * 2
-    assert (found - queries) / keys == pytest.approx(
+    assert (tiled_kernel - queries) / keys == pytest.approx(
         touches(heads, programs_per_head, in_flight), rel=0.03
     )
 

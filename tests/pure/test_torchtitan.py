@@ -45,8 +45,8 @@ def layer(inner: Any) -> Any:
     made = config.build()
     torch.manual_seed(0)
     with torch.no_grad():
-        for one in made.parameters():
-            one.normal_(std=0.5)
+        for parameter in made.parameters():
+            parameter.normal_(std=0.5)
     return made
 
 
@@ -61,7 +61,7 @@ def results(inner: Any, attention_masks: Any) -> list[torch.Tensor]:
 def written_out(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, block_mask: Any, scale: Any, **_: Any
 ) -> Any:
-    """Return what FlexAttention does, which has no gradients on a CPU."""
+    """Compute FlexAttention's result, without gradients on a CPU."""
     k, v = (one.repeat_interleave(q.shape[1] // one.shape[1], 1) for one in (k, v))
     b, h, i, j = (
         torch.arange(n).view(-1, *[1] * (3 - axis)) for axis, n in enumerate((2, 1, 9, 9))
@@ -83,8 +83,8 @@ def test_layers_give_what_they_give_with_their_own_attention() -> None:
         (ours.FlexAttention.Config(), masks()),
         (ours.VarlenAttention.Config(), varlen),
     ):
-        for right, found in zip(expected, results(inner, mask), strict=True):
-            assert (found - right).abs().max() <= TOLERANCE * right.abs().max()
+        for right, actual in zip(expected, results(inner, mask), strict=True):
+            assert (actual - right).abs().max() <= TOLERANCE * right.abs().max()
 
 
 def qkv() -> Any:
@@ -96,7 +96,7 @@ def qkv() -> Any:
 
 
 def test_sinks_by_a_transform_of_out_and_lse_are_trained() -> None:
-    found: list[tuple[torch.Tensor, ...]] = []
+    results: list[tuple[torch.Tensor, ...]] = []
     varlen = theirs.create_varlen_metadata_for_document(POSITIONS)
     for module, mask in (
         (theirs.FlexAttention.Config().build(), masks()),
@@ -113,17 +113,17 @@ def test_sinks_by_a_transform_of_out_and_lse_are_trained() -> None:
             out_transform=lambda out, lse, s=sinks: apply_attention_sink_rescale(out, lse, s),
         )
         assert out.shape == (2, 9, 4, 8)
-        found.append((out.detach(), *torch.autograd.grad(out.square().sum(), (q, k, v, sinks))))
-    for others in found[1:]:
-        for right, one in zip(found[0], others, strict=True):
-            assert (one - right).abs().max() <= TOLERANCE * right.abs().max()
+        results.append((out.detach(), *torch.autograd.grad(out.square().sum(), (q, k, v, sinks))))
+    for others in results[1:]:
+        for right, other in zip(results[0], others, strict=True):
+            assert (other - right).abs().max() <= TOLERANCE * right.abs().max()
 
 
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (0, 0), (1, 0), (8, 0), (2, 1)])
 def test_windows_count_tokens_before_and_behind(window: tuple[int, int]) -> None:
     """A window of (w, 0) is w tokens before the query, and the query."""
     q, k, v = (one.detach() for one in qkv())
-    found = ours.VarlenAttention.Config(window_size=window).build()(
+    out = ours.VarlenAttention.Config(window_size=window).build()(
         *(q, k, v),
         attention_masks=theirs.create_varlen_metadata_for_document(POSITIONS),
         enable_gqa=True,
@@ -136,7 +136,7 @@ def test_windows_count_tokens_before_and_behind(window: tuple[int, int]) -> None
     expected = torch.nn.functional.scaled_dot_product_attention(
         *(one.transpose(1, 2) for one in (q, k, v)), attn_mask=keep[:, None], enable_gqa=True
     )
-    torch.testing.assert_close(found.transpose(1, 2), expected)
+    torch.testing.assert_close(out.transpose(1, 2), expected)
 
 
 def test_models_take_our_configurations_for_theirs() -> None:

@@ -141,11 +141,11 @@ def test_traced_masks_equal_the_functions(name: str) -> None:
         from_text(to_text(traced.expr), tuple(map(kind_of_tensor, traced.captured))),
     ):
         b, h, q, k = GRID
-        found = evaluate(
+        actual = evaluate(
             expr, traced.captured, b=b, h=h, q=q, k=k, seqlen_q=SEQLEN_Q, seqlen_kv=SEQLEN_KV
         )
-        assert found.dtype == torch.bool
-        assert torch.equal(found.expand(SHAPE), expected)
+        assert actual.dtype == torch.bool
+        assert torch.equal(actual.expand(SHAPE), expected)
 
 
 def in_place(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -169,9 +169,9 @@ def in_place(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 def test_what_is_changed_in_place_is_changed_under_all_its_names() -> None:
     traced = trace_mask(in_place)
     b, h, q, k = GRID
-    found = evaluate(traced.expr, [], b=b, h=h, q=q, k=k, seqlen_q=SEQLEN_Q, seqlen_kv=SEQLEN_KV)
+    actual = evaluate(traced.expr, [], b=b, h=h, q=q, k=k, seqlen_q=SEQLEN_Q, seqlen_kv=SEQLEN_KV)
     expected = in_place(*(one.expand(SHAPE).clone() for one in GRID))
-    assert torch.equal(found.expand(SHAPE), expected)
+    assert torch.equal(actual.expand(SHAPE), expected)
 
 
 def t5_bucket(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -246,7 +246,7 @@ def test_traced_scores_equal_the_functions(name: str) -> None:
         from_text(to_text(traced.expr), tuple(map(kind_of_tensor, traced.captured))),
     ):
         b, h, q, k = GRID
-        found = evaluate(
+        actual = evaluate(
             expr,
             traced.captured,
             b=b,
@@ -257,9 +257,9 @@ def test_traced_scores_equal_the_functions(name: str) -> None:
             seqlen_q=SEQLEN_Q,
             seqlen_kv=SEQLEN_KV,
         )
-        assert found.dtype == torch.float64
+        assert actual.dtype == torch.float64
         # fp32 where the function itself computes in it: `q / 2` of integer tensors.
-        torch.testing.assert_close(found.expand(SHAPE), expected, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(actual.expand(SHAPE), expected, rtol=1e-6, atol=1e-6)
 
 
 def test_a_tensor_takes_one_slot_and_unread_ones_none() -> None:
@@ -283,11 +283,11 @@ def test_an_index_out_of_range_reads_zero() -> None:
     values = torch.tensor([5, 6, 7])
     traced = trace_score(lambda s, b, h, q, k: values[q - 5] + 0.5 * IS_PREFIX[k + 3])
     b, h, q, k = GRID
-    found = evaluate(
+    actual = evaluate(
         traced.expr, traced.captured, b=b, h=h, q=q, k=k, s=SCORES, seqlen_q=11, seqlen_kv=13
     )
     rows = torch.tensor([0, 0, 5, 6, 7, 5, 6, 7, 0, 0, 0])
-    assert torch.equal(found[0, 0], rows[:, None] + 0.5 * (torch.arange(13) + 3 < 5).double())
+    assert torch.equal(actual[0, 0], rows[:, None] + 0.5 * (torch.arange(13) + 3 < 5).double())
 
 
 def test_rows_may_be_indexed_first() -> None:

@@ -26,8 +26,8 @@ def test_a_trace_follows_pytorch(name: str) -> None:
         expected[h, q, k] = fn(torch.tensor(0), h.clone(), q.clone(), k.clone())
     h, q, k = torch.meshgrid(*map(torch.arange, expected.shape), indexing="ij")
     traced = trace_mask(fn)
-    found = evaluate(traced.expr, traced.captured, b=h * 0, h=h, q=q, k=k, seqlen_q=N, seqlen_kv=N)
-    assert torch.equal(found, expected)
+    actual = evaluate(traced.expr, traced.captured, b=h * 0, h=h, q=q, k=k, seqlen_q=N, seqlen_kv=N)
+    assert torch.equal(actual, expected)
     assert 0 < expected.sum() < expected.numel()
 
 

@@ -104,9 +104,9 @@ def dense(mask: tilegen.Mask) -> torch.Tensor:
 
 
 def text(score: Any) -> str:
-    found = score_of(score)
-    assert found is not None
-    return found.text
+    actual = score_of(score)
+    assert actual is not None
+    return actual.text
 
 
 def test_a_function_that_reads_the_same_is_traced_once() -> None:
@@ -167,13 +167,13 @@ def test_changed_attributes_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert text(model) == "0.0*(s+t0[h])+1.0"
     bias = model.bias = torch.nn.Parameter(torch.ones(2))
     monkeypatch.setattr(Scaled, "kind", 1)
-    found = score_of(model)
-    assert found is not None
-    assert found.captured[0] is bias
-    for one in (slotted, plain):
-        assert text(one) == "2.0*s"
-        one.factor = 3
-        assert text(one) == "3.0*s"
+    actual = score_of(model)
+    assert actual is not None
+    assert actual.captured[0] is bias
+    for item in (slotted, plain):
+        assert text(item) == "2.0*s"
+        item.factor = 3
+        assert text(item) == "3.0*s"
 
 
 class Held:
@@ -218,12 +218,12 @@ def _importing(s: Any, *_: Any) -> Any:
 
 def test_equal_objects_have_traces_of_their_own() -> None:
     tables = torch.ones(2), torch.zeros(2)
-    one, other = (Shift(1, table) for table in tables)
-    assert one == other
-    found = [score_of(shift) for shift in (one, other)]
+    left, other = (Shift(1, table) for table in tables)
+    assert left == other
+    results = [score_of(shift) for shift in (left, other)]
     assert all(
         score is not None and score.captured[0] is table
-        for score, table in zip(found, tables, strict=True)
+        for score, table in zip(results, tables, strict=True)
     )
 
 
@@ -269,8 +269,8 @@ def test_traces_keep_no_model_alive_and_are_few() -> None:
     assert gone() is None
     assert len(traces) == 0
     models = [Scaled() for _ in range(5)]
-    for one in models:
-        traces(one)
+    for item in models:
+        traces(item)
     assert len(traces) == 3
 
 

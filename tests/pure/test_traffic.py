@@ -106,12 +106,12 @@ def test_traffic_equals_a_count_over_the_matrix(problem: AttentionProblem, kerne
 def test_visits_equal_a_count_over_the_matrix(problem: AttentionProblem, kernel: Kernel) -> None:
     for block_m, block_n in TILES:
         lengths = streamed_lengths(problem, block_m, block_n, kernel)
-        found = visits_of(task(kernel, problem), block_m, block_n)
-        assert found.programs == len(lengths)
-        assert found.tiles == sum(map(len, lengths))
-        assert found.longest == max(map(len, lengths))
-        assert found.rows == sum(map(sum, lengths))
-        assert 0 <= found.partial_tiles <= found.tiles
+        actual = visits_of(task(kernel, problem), block_m, block_n)
+        assert actual.programs == len(lengths)
+        assert actual.tiles == sum(map(len, lengths))
+        assert actual.longest == max(map(len, lengths))
+        assert actual.rows == sum(map(sum, lengths))
+        assert 0 <= actual.partial_tiles <= actual.tiles
 
 
 def test_a_worked_example() -> None:
@@ -132,12 +132,12 @@ def test_full_attention_example() -> None:
 
 
 def test_heads_and_batches_multiply() -> None:
-    one = AttentionProblem.parse("b1 hq2 hkv2 q200 kv200 d64 bf16 causal")
+    problem = AttentionProblem.parse("b1 hq2 hkv2 q200 kv200 d64 bf16 causal")
     many = AttentionProblem.parse("b3 hq8 hkv8 q200 kv200 d64 bf16 causal")
     config = TileConfig(block_m=64, block_n=32)
     for kernel in LARGE_CACHE:
         single, all_heads = (
-            traffic_of(tiled(kernel, one, config)),
+            traffic_of(tiled(kernel, problem, config)),
             traffic_of(tiled(kernel, many, config)),
         )
         assert all_heads.read_bytes == 12 * single.read_bytes

@@ -82,8 +82,8 @@ transformers.AttentionMaskInterface.register("exact", exact_mask)
 
 
 def outputs(model: Any, given: dict[str, Any], at: Any = slice(None)) -> torch.Tensor:
-    found = model(**given)
-    logits = found.last_hidden_state if hasattr(found, "last_hidden_state") else found.logits
+    actual = model(**given)
+    logits = actual.last_hidden_state if hasattr(actual, "last_hidden_state") else actual.logits
     return logits[at]
 
 
@@ -100,10 +100,10 @@ def hold(name: str, given: dict[str, Any], at: Any = slice(None)) -> None:
     """Compare logits and gradients of a model with those of eager attention."""
     exact = results(name, "exact", given, at, torch.float64)
     eager = results(name, "eager", given, at, torch.float32)
-    found = results(name, "tilegen", given, at, torch.float32)
-    assert len(found) == len(eager) == len(exact) > 5
+    checks = results(name, "tilegen", given, at, torch.float32)
+    assert len(checks) == len(eager) == len(exact) > 5
     scale = max(one.abs().max() for one in exact[1:])
-    for i, (right, theirs, ours) in enumerate(zip(exact, eager, found, strict=True)):
+    for i, (right, theirs, ours) in enumerate(zip(exact, eager, checks, strict=True)):
         size = right.abs().max() if i == 0 else scale
         error = (theirs - right).abs().max()
         assert error <= EAGER * size, f"{name}: result {i} of eager attention"
@@ -202,7 +202,7 @@ def test_generated_tokens(name: str, cache: str) -> None:
 def test_a_static_cache_step_by_step(name: str) -> None:
     """Prefill in two parts and single tokens, past the window and the chunk."""
     ids = inputs(name, tokens=12)["input_ids"]
-    found: list[torch.Tensor] = []
+    results: list[torch.Tensor] = []
     for attention in ("eager", "tilegen"):
         model = MODELS[name].make(attention)
         cache = transformers.StaticCache(config=model.config, max_cache_len=16)
@@ -211,8 +211,8 @@ def test_a_static_cache_step_by_step(name: str) -> None:
                 model(input_ids=part, past_key_values=cache).logits
                 for part in ids.split([3, 6, 1, 1, 1], 1)
             ]
-        found.append(torch.cat(parts, 1))
-    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
+        results.append(torch.cat(parts, 1))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
@@ -240,9 +240,9 @@ def test_steps_of_a_generation_find_the_plans_of_the_first(
     forward = type(model).forward
 
     def noted(*given: Any, **named: Any) -> Any:
-        found = forward(*given, **named)
+        actual = forward(*given, **named)
         steps.append(len(made))
-        return found
+        return actual
 
     monkeypatch.setattr(type(model), "forward", noted)
     model.generate(input_ids=ids, attention_mask=is_token, **options)
@@ -282,8 +282,8 @@ def test_four_dimensional_masks_go_through(kind: str) -> None:
     if kind == "bool":  # which eager attention does not take
         theirs = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
     expected = outputs(eager, {"input_ids": ids, "attention_mask": theirs})
-    found = outputs(model, {"input_ids": ids, "attention_mask": mask})
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    out = outputs(model, {"input_ids": ids, "attention_mask": mask})
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_rows_that_see_nothing_give_zero() -> None:
@@ -299,10 +299,10 @@ def test_a_learned_additive_mask_gets_its_gradient() -> None:
     added = torch.randn(1, 2, 5, 5, requires_grad=True)
     q, k, v = torch.randn(3, 1, 2, 5, 8).unbind()
     out, _ = call(q, k, v, added)
-    (found,) = torch.autograd.grad(out.square().sum(), added)
+    (grads,) = torch.autograd.grad(out.square().sum(), added)
     theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=added)
     (expected,) = torch.autograd.grad(theirs.square().sum(), added)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(grads, expected, rtol=1e-4, atol=1e-5)
 
 
 def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **named: Any) -> Any:
@@ -345,12 +345,12 @@ def test_dropout_of_a_model_in_training_is_that_of_attention() -> None:
     model = MODELS["gpt2"].make("tilegen").train()
     for layer in model.transformer.h:
         layer.attn.attn_dropout.p = 0.5
-    found: list[torch.Tensor] = []
+    results: list[torch.Tensor] = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
-        found.append(outputs(model, inputs("gpt2")))
-    assert torch.equal(found[0], found[1])
-    assert not torch.allclose(found[0], found[2])
+        results.append(outputs(model, inputs("gpt2")))
+    assert torch.equal(results[0], results[1])
+    assert not torch.allclose(results[0], results[2])
 
 
 _CU = torch.tensor([0, 5])

@@ -49,10 +49,10 @@ def test_parents_and_their_table_are_one_mask() -> None:
     by_table = tilegen.tree(tilegen.ancestors(PARENTS))
     assert by_parents.stand_in == by_table.stand_in
     for rows, columns in ((6, 20), (4, 9), (1, 1)):
-        found = dense_mask(by_parents, rows, columns)
-        assert torch.equal(found, dense_mask(by_table, rows, columns))
-        assert found[:, : columns - rows].all()
-        assert [set(one.nonzero()[:, 0].tolist()) for one in found[:, columns - rows :]] == [
+        actual = dense_mask(by_parents, rows, columns)
+        assert torch.equal(actual, dense_mask(by_table, rows, columns))
+        assert actual[:, : columns - rows].all()
+        assert [set(one.nonzero()[:, 0].tolist()) for one in actual[:, columns - rows :]] == [
             SEEN[i] for i in range(rows)
         ]
 
@@ -63,11 +63,11 @@ def test_the_prefix_is_full_in_closed_form(side: Side) -> None:
     tree = tilegen.tree(PARENTS)
     form = ranges_source(tree.general, side).form
     assert form == ("single" if side == "rows" else "several")
-    found = tile_ranges(tree, side, seqlen_q=6, seqlen_kv=2**26 + 6, block_m=16, block_n=64)
+    ranges = tile_ranges(tree, side, seqlen_q=6, seqlen_kv=2**26 + 6, block_m=16, block_n=64)
     if side == "rows":
-        assert (found.visited_tiles, found.full_tiles) == (2**20 + 1, 2**20)
+        assert (ranges.visited_tiles, ranges.full_tiles) == (2**20 + 1, 2**20)
     else:  # a program for each key tile, which visits the one tile of queries, cut off at its end
-        assert found.visited_tiles == 2**20 + 1
+        assert ranges.visited_tiles == 2**20 + 1
 
 
 @pytest.mark.parametrize(
@@ -76,11 +76,11 @@ def test_the_prefix_is_full_in_closed_form(side: Side) -> None:
 def test_joined_with_others_the_form_stays(other: tilegen.Mask) -> None:
     mask = tilegen.tree(PARENTS) & other
     assert ranges_source(mask.general, "rows").form == "single"
-    found = tile_ranges(mask, "rows", seqlen_q=6, seqlen_kv=1000, block_m=16, block_n=32)
+    ranges = tile_ranges(mask, "rows", seqlen_q=6, seqlen_kv=1000, block_m=16, block_n=32)
     keep = dense_mask(mask, 6, 1000).reshape(6, 1000)
     keep = torch.nn.functional.pad(keep, (0, 24)).unflatten(1, (32, 32))
-    assert found.visited_tiles == int(keep.any((0, 2)).sum())
-    assert found.full_tiles == int(keep.all(2).all(0).sum())
+    assert ranges.visited_tiles == int(keep.any((0, 2)).sum())
+    assert ranges.full_tiles == int(keep.all(2).all(0).sum())
 
 
 def test_what_parents_hold_may_change() -> None:
@@ -140,11 +140,11 @@ def test_lengths_say_where_the_tree_lies() -> None:
     lengths = [40, 11, 6]
     out = tilegen.attention(q, k, v, mask=tilegen.tree(PARENTS, lengths))
     for i, length in enumerate(lengths):
-        one = slice(i, i + 1)
+        part = slice(i, i + 1)
         expected = tilegen.attention(
-            q[one], k[one, :, :length], v[one, :, :length], mask=tilegen.tree(PARENTS)
+            q[part], k[part, :, :length], v[part, :, :length], mask=tilegen.tree(PARENTS)
         )
-        torch.testing.assert_close(out[one], expected)
+        torch.testing.assert_close(out[part], expected)
 
 
 def test_pages_with_a_tree_for_each_request() -> None:

@@ -141,8 +141,8 @@ class tl:  # noqa: N801
         inside = torch.broadcast_to(
             Tile.of(mask), torch.broadcast_shapes(at.shape, Tile.of(mask).shape)
         )
-        found = pointer.tensor.flatten()[torch.where(inside, at, 0).long()]
-        return Tile(torch.where(inside, found, other))
+        actual = pointer.tensor.flatten()[torch.where(inside, at, 0).long()]
+        return Tile(torch.where(inside, actual, other))
 
     @staticmethod
     def where(condition: Any, then: Any, otherwise: Any) -> Tile:
@@ -174,18 +174,18 @@ def run(
     exprs: Mapping[str, Any], captured: tuple[torch.Tensor, ...], s: torch.Tensor
 ) -> tuple[list[str], dict[str, Any]]:
     """Return the statements of expressions, and the values they leave."""
-    tensors = [one.detach() for one in captured]
-    tensors = [one.float() if one.dtype == torch.float64 else one for one in tensors]
-    statements = written(exprs, [str(one.dtype).removeprefix("torch.") for one in tensors])
+    tensors = [tensor.detach() for tensor in captured]
+    tensors = [tensor.float() if tensor.dtype == torch.float64 else tensor for tensor in tensors]
+    statements = written(exprs, [str(tensor.dtype).removeprefix("torch.") for tensor in tensors])
     values = (Q_IDX, K_IDX, B_IDX, H_IDX, s, torch.tensor(SEQLEN), torch.tensor(SEQLEN))
     scope: dict[str, Any] = {"tl": tl}
     for name, value in zip(NAMES.values(), values, strict=True):
         scope[name] = Tile(value.int() if value.dtype == torch.int64 else value.float())
     for name in ("batch", "head"):
         scope[name] = scope[name].to(torch.int64)
-    for slot, one in enumerate(tensors):
-        scope[f"t{slot}_ptr"] = Pointer(one)
-        scope |= {f"t{slot}_n{axis}": Tile(size) for axis, size in enumerate(one.shape)}
+    for slot, table in enumerate(tensors):
+        scope[f"t{slot}_ptr"] = Pointer(table)
+        scope |= {f"t{slot}_n{axis}": Tile(size) for axis, size in enumerate(table.shape)}
     for statement in statements:
         name, source = statement.split(" = ", 1)
         assert name not in scope, f"{name} is written twice"
@@ -206,16 +206,16 @@ def test_triton_source_of_random_scores(random: Random, depth: int, seed: int) -
     statements, scope = run(exprs, captured, s)
     names = [statement.split(" = ")[0] for statement in statements]
     assert [name for name in names if name in exprs] == list(exprs)
-    for name, one in exprs.items():
-        found = Tile.of(scope[name]).expand(SHAPE)
-        expected = value_of(one, captured, s.double()).expand(SHAPE)
+    for name, item in exprs.items():
+        actual = Tile.of(scope[name]).expand(SHAPE)
+        expected = value_of(item, captured, s.double()).expand(SHAPE)
         if name == "keep":
-            kept = value_of(where(one, 1, 0), captured, s.double()).expand(SHAPE) > 0
-            assert torch.equal(found, kept)
+            kept = value_of(where(item, 1, 0), captured, s.double()).expand(SHAPE) > 0
+            assert torch.equal(actual, kept)
             continue
-        assert found.dtype == torch.float32
+        assert actual.dtype == torch.float32
         # A value beside a jump may fall to its other side in fp32.
-        close = torch.isclose(found.double(), expected, rtol=2e-4, atol=2e-4)
+        close = torch.isclose(actual.double(), expected, rtol=2e-4, atol=2e-4)
         assert close.float().mean() > 0.95
 
 
@@ -249,9 +249,9 @@ def test_integer_division_rounds_down(text: str) -> None:
 def test_bits_of_rounded_floats_are_those_of_integers(text: str) -> None:
     expr: Any = from_text(text)
     _, scope = run({"out": expr}, (), torch.zeros(SHAPE))
-    found = Tile.of(scope["out"]).expand(SHAPE)
+    actual = Tile.of(scope["out"]).expand(SHAPE)
     assert torch.equal(
-        found.double(), value_of(expr, (), torch.zeros(SHAPE)).double().expand(SHAPE)
+        actual.double(), value_of(expr, (), torch.zeros(SHAPE)).double().expand(SHAPE)
     )
 
 
@@ -298,8 +298,8 @@ def test_distances_stay_exact_at_a_million() -> None:
     assert abs(float(Tile.of(eval(source, far))) - 0.901) < 1e-6
     s = torch.tensor(1e-3)
     q, k = torch.tensor(10**6 + 1), torch.tensor(10**6)
-    found = evaluate(expr, (), b=q, h=q, q=q, k=k, s=s, seqlen_q=1, seqlen_kv=1)
-    assert abs(float(found) - 0.901) < 1e-6
+    actual = evaluate(expr, (), b=q, h=q, q=q, k=k, s=s, seqlen_q=1, seqlen_kv=1)
+    assert abs(float(actual) - 0.901) < 1e-6
 
 
 def test_every_lookup_and_shared_value_is_one_statement() -> None:
@@ -317,8 +317,8 @@ def test_every_lookup_and_shared_value_is_one_statement() -> None:
 
 def test_literals_are_single_precision() -> None:
     _, scope = run({"out": from_text("where(k<q,-inf,1e300)+1e-300*s")}, (), torch.zeros(SHAPE))
-    found = Tile.of(scope["out"]).expand(SHAPE)[0, 0]
-    assert torch.equal(found, torch.where(K_IDX < Q_IDX, -math.inf, math.inf)[0, 0])
+    actual = Tile.of(scope["out"]).expand(SHAPE)[0, 0]
+    assert torch.equal(actual, torch.where(K_IDX < Q_IDX, -math.inf, math.inf)[0, 0])
     statements, _ = run({"out": from_text("1e-300*s")}, (), torch.zeros(SHAPE))
     assert statements == ["out = 0.0 * s"]
 

@@ -33,12 +33,12 @@ pytestmark = [pytest.mark.oldest, pytest.mark.usefixtures("own_cache")]
 
 def test_tries_everything_without_a_budget_and_finds_the_best(own_cache: Path) -> None:
     replay = Replay()
-    found = run(replay)
-    assert replay.fastest == found.config
+    record = run(replay)
+    assert replay.fastest == record.config
     assert sorted(replay.space) == sorted(replay.measured)
-    assert found.trials == len(TABLE)
-    assert found.measurement == timed(382.28, replay.spread)
-    assert stored(own_cache) == found
+    assert record.trials == len(TABLE)
+    assert record.measurement == timed(382.28, replay.spread)
+    assert stored(own_cache) == record
 
 
 def test_finds_the_best_from_the_worst_ranking_in_half_the_space(
@@ -50,8 +50,8 @@ def test_finds_the_best_from_the_worst_ranking_in_half_the_space(
         monkeypatch.setattr(tune_module, "SAMPLER_SEED", seed)
         monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path / str(seed)))
         replay = Replay()
-        found = run(replay, trials=len(TABLE) // 2, candidates=ranking(worst_first))
-        regrets.append(slowness(found.config) / slowness(replay.fastest) - 1)
+        record = run(replay, trials=len(TABLE) // 2, candidates=ranking(worst_first))
+        regrets.append(slowness(record.config) / slowness(replay.fastest) - 1)
     # Guessing at random leaves 6 % on average here, and 22 % at worst.
     assert statistics.mean(regrets) <= 0.02
     assert max(regrets) <= 0.1
@@ -85,43 +85,48 @@ def test_two_runs_try_the_same_configs(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("trials", [1, 7, SEEDS, 30])
 def test_never_measures_twice_and_spends_the_budget_exactly(trials: int) -> None:
     replay = Replay()
-    found = run(replay, trials=trials)
+    record = run(replay, trials=trials)
     assert trials == len(replay.measured) == len(set(replay.measured))
-    assert trials == found.trials
+    assert trials == record.trials
 
 
 def test_record_says_how_it_is_known(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune_module, "versions_for", lambda _: VERSIONS)
     replay = Replay(SMALL)
-    found = run(replay, trials=8, seconds=60.0)
-    assert (found.gpu, found.arch, found.kernel, found.problem) == ("h200", "sm_90", "fwd", PROBLEM)
-    assert found.versions == VERSIONS
-    assert re.fullmatch(r"[0-9a-f]{12,}", found.template_digest)
-    assert found.estimate is not None
-    rank = replay.space.index(found.config)
-    assert found.estimate.seconds == pytest.approx((300 + rank) * 1e-6)
-    assert (found.estimate.limit, found.estimate.read_bytes) == ("tensor", 1000)
-    assert found.command == f"tilegen tune '{PROBLEM}' --kernel fwd --trials 8 --seconds 60"
+    record = run(replay, trials=8, seconds=60.0)
+    assert (record.gpu, record.arch, record.kernel, record.problem) == (
+        "h200",
+        "sm_90",
+        "fwd",
+        PROBLEM,
+    )
+    assert record.versions == VERSIONS
+    assert re.fullmatch(r"[0-9a-f]{12,}", record.template_digest)
+    assert record.estimate is not None
+    rank = replay.space.index(record.config)
+    assert record.estimate.seconds == pytest.approx((300 + rank) * 1e-6)
+    assert (record.estimate.limit, record.estimate.read_bytes) == ("tensor", 1000)
+    assert record.command == f"tilegen tune '{PROBLEM}' --kernel fwd --trials 8 --seconds 60"
     hit = look_up(
         TASK,
         versions=VERSIONS,
-        template_digest=found.template_digest,
+        template_digest=record.template_digest,
     )
     assert hit is not None
-    assert (hit.record, hit.origin, hit.differences) == (found, "own", ())
+    assert (hit.record, hit.origin, hit.differences) == (record, "own", ())
 
 
 def test_a_ragged_problem_is_tuned_as_its_bucket(own_cache: Path) -> None:
     replay = Replay(SMALL)
     ragged = AttentionProblem.parse("b3 hq32 hkv8 q61 kv33 d128 bf16 causal")
-    found = tune(
+    record = tune(
         KernelTask.of("fwd", ragged, H200),
         measure=replay,
         candidates=ranking(replay.space),
         space=[],
         progress=False,
     )
-    assert found.problem == PROBLEM
+    assert record.problem == PROBLEM
     assert look_up(TASK) is not None
 
 
@@ -193,7 +198,7 @@ def test_machines_that_differ_by_noise_agree(
 
 def test_one_line_for_each_trial_and_a_last_one_to_paste(caplog: pytest.LogCaptureFixture) -> None:
     replay = Replay()
-    found = run(replay, trials=30)
+    record = run(replay, trials=30)
     lines = caplog.messages
     trial = re.compile(
         r"\[ +\d+\.\ds\] \d+/30 fwd "
@@ -204,7 +209,7 @@ def test_one_line_for_each_trial_and_a_last_one_to_paste(caplog: pytest.LogCaptu
     assert all(trial.fullmatch(line) for line in lines[:30]), lines[:30]
     assert len(lines) == 32
     assert lines[30].endswith("written: no record was there")
-    assert eval(lines[-1], {"TileConfig": TileConfig}) == found.config
+    assert eval(lines[-1], {"TileConfig": TileConfig}) == record.config
     assert lines[-1].endswith(f"# 382 us, fwd, h200, {PROBLEM}")
 
 
@@ -219,11 +224,11 @@ def test_a_later_run_says_what_it_starts_from(caplog: pytest.LogCaptureFixture) 
 def test_on_a_terminal_the_lines_go_above_a_bar(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    found = run(Replay(SMALL), progress=True)
+    record = run(Replay(SMALL), progress=True)
     shown = capsys.readouterr().err
     assert "tuning fwd" in shown
     assert "8/8" in shown
-    assert f"{found.config!r}  # " in shown
+    assert f"{record.config!r}  # " in shown
     assert "[  0." in shown
     assert caplog.messages == [], "said once, not twice"
 
@@ -255,9 +260,9 @@ def test_faster_record_from_elsewhere_stays(
     monkeypatch.setattr(tune_module, "versions_for", lambda _: VERSIONS)
     elsewhere = record(us=100.0, template_digest=template_digest("fwd"))
     save(elsewhere)
-    found = run(Replay())
-    assert found.measurement.median_us == 382.28
-    assert stored(own_cache) == replace(elsewhere, rivals=(found,))
+    winner = run(Replay())
+    assert winner.measurement.median_us == 382.28
+    assert stored(own_cache) == replace(elsewhere, rivals=(winner,))
     assert "not won: the one there stays: faster (100 us, the other 382 us)" in caplog.messages[-2]
 
 
@@ -265,9 +270,9 @@ def test_own_record_follows_the_ties_that_more_trials_bring(own_cache: Path) -> 
     first = Replay({"m128n64w8s3": 100.0}, spread=0.015)
     run(first)
     assert stored(own_cache).config == TileConfig.parse("m128n64w8s3")
-    found = run(Replay({"m128n64w8s3": 100.0, "m64n64w8s3": 101.0}, spread=0.015))
-    assert found.config == TileConfig.parse("m64n64w8s3")
-    assert stored(own_cache) == found
+    record = run(Replay({"m128n64w8s3": 100.0, "m64n64w8s3": 101.0}, spread=0.015))
+    assert record.config == TileConfig.parse("m64n64w8s3")
+    assert stored(own_cache) == record
 
 
 # --------------------------------------------------------------------------------------------------
@@ -281,7 +286,7 @@ def test_without_that_gpu_it_says_so_and_leaves_nothing(
     from tilegen.gpus import spec
 
     monkeypatch.setattr(spec, "detect", lambda: here and spec.gpu(here))
-    found = "found a100 (sm_80)" if here else "found no GPU"
-    with pytest.raises(Unsupported, match=re.escape(f"needs that GPU at hand, {found}; ")):
+    actual = "found a100 (sm_80)" if here else "found no GPU"
+    with pytest.raises(Unsupported, match=re.escape(f"needs that GPU at hand, {actual}; ")):
         tune(TASK)
     assert not own_cache.exists()

@@ -47,9 +47,9 @@ def test_hopeless_configs_cost_no_gpu_time(
         too_large.key: used(shared_bytes=264 * 1024),
         spilling.key: used(spill_bytes=160),
     }
-    found = run(replay, compile=compiler(usage))
+    record = run(replay, compile=compiler(usage))
     assert replay.space[3:] == replay.measured
-    assert found.trials == 8
+    assert record.trials == 8
     lines = [json.loads(line) for line in trial_file(own_cache).read_text().splitlines()]
     assert [
         (line["measurement"]["status"], line["measurement"]["message"]) for line in lines[:3]
@@ -80,12 +80,12 @@ def test_where_everything_spills_much_the_least_is_measured_after_all(own_cache:
         for rank, config in enumerate(slowest_first)
     }
     usage[slowest_first[1].key] = BuildFailed("no")
-    found = run(replay, compile=compiler(usage))
+    record = run(replay, compile=compiler(usage))
     expected = [slowest_first[0], *slowest_first[2:]]
     assert expected == replay.measured
-    assert found.config == replay.fastest
+    assert record.config == replay.fastest
     again = Replay(SMALL)
-    assert run(again, compile=compiler(usage)).config == found.config
+    assert run(again, compile=compiler(usage)).config == record.config
     assert again.measured == []
 
 
@@ -110,8 +110,8 @@ def test_seconds_are_not_all_spent_on_compiling_what_spills(
             yield config, used(spill_bytes=MOST_SPILLED + 8)
 
     clock.replaces_time_of("tilegen.tuning.tuner", monkeypatch)
-    found = run(replay, seconds=0.05, compile=compile_all)
-    assert [found.config] == replay.measured
+    record = run(replay, seconds=0.05, compile=compile_all)
+    assert [record.config] == replay.measured
 
 
 def test_the_next_configs_are_compiled_while_one_is_measured() -> None:
@@ -179,6 +179,6 @@ def test_time_runs_out_while_the_compiler_works(own_cache: Path) -> None:
         release.wait()
 
     replay = Replay(SMALL)
-    found = run(replay, seconds=0.3, compile=compile_all)
+    record = run(replay, seconds=0.3, compile=compile_all)
     release.set()
-    assert replay.measured == [found.config] == replay.space[:1]
+    assert replay.measured == [record.config] == replay.space[:1]

@@ -49,8 +49,8 @@ def test_a_launch_that_failed_for_a_while_wins_later(own_cache: Path) -> None:
     replay = Replay(SMALL)
     crowded = Replay({**SMALL, replay.fastest.key: "launch_failed: CUDA error: out of memory"})
     assert run(crowded, trials=8).config != replay.fastest
-    found = run(replay, trials=8)
-    assert (found.config, found.trials) == (replay.fastest, 8)
+    record = run(replay, trials=8)
+    assert (record.config, record.trials) == (replay.fastest, 8)
     assert replay.measured == [replay.fastest]
     last = Replay(SMALL)
     assert run(last, trials=8).config == replay.fastest
@@ -85,8 +85,8 @@ def test_wrong_results_lose_to_slower_right_ones(
         wrong = Measurement(status="wrong", message="out error 3, allowed 0.01")
         return wrong if config in by_speed[:2] else None
 
-    found = run(replay, check=check)
-    assert by_speed[2] == found.config
+    record = run(replay, check=check)
+    assert by_speed[2] == record.config
     assert len(checked) == len(set(checked)) < len(TABLE) / 2, "only what would win is checked"
     assert any(
         f"{by_speed[0]!r} is fastest but wrong: out error 3, allowed 0.01" in line
@@ -111,16 +111,16 @@ def test_device_lost_in_a_check_leaves_the_winner_that_was_right(own_cache: Path
     # First its time, then that it is bad.
     assert [*slowest_first[:6], slowest_first[5]] == trials_on_disk(own_cache)
     assert stored(own_cache).config == slowest_first[4]
-    found = run(Replay(SMALL), check=check, candidates=ranking(slowest_first))
-    assert found.config == replay.fastest
+    record = run(Replay(SMALL), check=check, candidates=ranking(slowest_first))
+    assert record.config == replay.fastest
 
 
 def test_winner_of_an_earlier_run_is_checked_before_it_wins_again() -> None:
     replay = Replay(SMALL)
     run(replay)
     wrong = Measurement(status="wrong", message="out")
-    found = run(Replay(SMALL), check=lambda c: wrong if c == replay.fastest else None)
-    assert found.config != replay.fastest
+    record = run(Replay(SMALL), check=lambda c: wrong if c == replay.fastest else None)
+    assert record.config != replay.fastest
 
 
 def test_lost_device_keeps_everything_and_is_not_met_again(own_cache: Path) -> None:
@@ -145,6 +145,6 @@ def test_lost_device_keeps_everything_and_is_not_met_again(own_cache: Path) -> N
         tune_it()
     assert replay.space[:6] == trials_on_disk(own_cache)
     assert stored(own_cache).trials == 6
-    found = tune_it()  # in the next process
-    assert replay.fastest == found.config
-    assert found.trials == len(TABLE)
+    record = tune_it()  # in the next process
+    assert replay.fastest == record.config
+    assert record.trials == len(TABLE)

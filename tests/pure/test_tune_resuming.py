@@ -58,19 +58,19 @@ def test_kill_9_loses_nothing(own_cache: Path) -> None:
     before = trials_on_disk(own_cache)
     assert len(before) == 17
     replay = Replay()
-    found = run(replay)
+    record = run(replay)
     assert set(before).isdisjoint(replay.measured)
     assert set(before) | set(replay.measured) == set(replay.space)
-    assert replay.fastest == found.config
-    assert found.trials == len(TABLE)
+    assert replay.fastest == record.config
+    assert record.trials == len(TABLE)
 
 
 def test_budget_counts_the_trials_of_earlier_runs() -> None:
     run(Replay(), trials=12)
     more = Replay()
-    found = run(more, trials=20)
+    record = run(more, trials=20)
     assert len(more.measured) == 8
-    assert found.trials == 20
+    assert record.trials == 20
     enough = Replay()
     run(enough, trials=20)
     assert enough.measured == []
@@ -109,9 +109,9 @@ def test_added_candidate_measures_nothing_else() -> None:
     fewer = {key: us for key, us in TABLE.items() if key != new}
     run(Replay(fewer))
     replay = Replay()
-    found = run(replay)
+    record = run(replay)
     assert replay.measured == [*LAUNCH_FAILED, TileConfig.parse(new)]
-    assert found.trials == len(TABLE)
+    assert record.trials == len(TABLE)
 
 
 def test_config_that_left_the_space_no_longer_wins() -> None:
@@ -119,8 +119,8 @@ def test_config_that_left_the_space_no_longer_wins() -> None:
     run(first)
     fewer = {key: us for key, us in TABLE.items() if key != first.fastest.key}
     replay = Replay(fewer)
-    found = run(replay)
-    assert replay.fastest == found.config
+    record = run(replay)
+    assert replay.fastest == record.config
     assert replay.measured == LAUNCH_FAILED
 
 
@@ -140,11 +140,11 @@ def test_timings_are_taken_again_where_they_may_differ(
     run(Replay(SMALL))
     monkeypatch.setattr(tune_module, "versions_for", lambda _: replace(VERSIONS, **change))
     again = Replay(SMALL)
-    found = run(again)
+    record = run(again)
     assert measured == len(again.measured)
     had = replace(VERSIONS, **change) if measured else VERSIONS
-    assert found.versions == had, "of who has measured it"
-    hit = look_up(TASK, versions=found.versions)
+    assert record.versions == had, "of who has measured it"
+    hit = look_up(TASK, versions=record.versions)
     assert hit is not None
     assert hit.differences == (), "a new run must end the doubt"
 

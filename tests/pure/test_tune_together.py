@@ -35,7 +35,7 @@ def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def at_once(count: int, act: Callable[[], Any]) -> list[Any]:
-    """Return what `act` returns to each of many that call it at the same moment."""
+    """Call `act` from many threads at the same moment; return the results."""
     start, results = threading.Barrier(count), []
 
     def one() -> None:
@@ -60,9 +60,9 @@ def test_tuning_at_the_same_moment_measures_each_config_once() -> None:
             threading.Event().wait(0.01)  # in which the others would measure it, too
             return super().__call__(config)
 
-    found = at_once(3, lambda: run(Slow(SMALL)))
+    actual = at_once(3, lambda: run(Slow(SMALL)))
     assert sorted(measured) == sorted(Replay(SMALL).space)
-    assert {one.config for one in found} == {Replay(SMALL).fastest}
+    assert {one.config for one in actual} == {Replay(SMALL).fastest}
 
 
 def test_calls_at_the_same_moment_tune_once(
@@ -73,11 +73,11 @@ def test_calls_at_the_same_moment_tune_once(
     look_up = records.look_up
 
     def look(*arguments: Any, **options: Any) -> Any:
-        found = look_up(*arguments, **options)
+        entry = look_up(*arguments, **options)
         if not getattr(here, "has_looked", False):
             here.has_looked = True
             looked.wait(SECONDS)  # all see that there is none, before one has tuned
-        return found
+        return entry
 
     def tune(task: KernelTask, **_: Any) -> Any:
         tuned.append(task.kernel)
@@ -100,9 +100,9 @@ def test_who_has_waited_too_long_takes_the_best_known(
     chosen: list[Any] = []
     with alone("h200", "fwd", PROBLEM):
         chosen += at_once(1, lambda: pipeline.choose_kernel(TASK, may_tune=True))
-    (one,) = chosen
-    assert one.config == RECORD.config
-    assert one.source.endswith("borrowed from h100")
+    (item,) = chosen
+    assert item.config == RECORD.config
+    assert item.source.endswith("borrowed from h100")
     said = "\n".join(caplog.messages)
     assert f"another process tunes fwd for '{PROBLEM}'; waiting for what it finds" in said
     assert (

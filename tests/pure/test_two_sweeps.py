@@ -45,12 +45,12 @@ def _registered() -> Iterator[None]:
 def test_it_is_proposed_within_its_knobs_and_ranked_with_the_others() -> None:
     ranked = propose(KernelTask.of(NAME, PROBLEM, H200), top=5)
     assert len(ranked) == 5
-    for one in (
+    for item in (
         *(each.config for each in ranked),
         *search_space(KernelTask.of(NAME, PROBLEM, H200)),
     ):
-        assert one.block_n in (32, 64)
-        assert one.num_stages <= 2
+        assert item.block_n in (32, 64)
+        assert item.num_stages <= 2
     seconds = dict(ranked_families(PROBLEM, H200, "forward"))
     assert seconds["two_sweeps"] > seconds["q_stationary"], "it reads and multiplies more"
     assert kernels_of(PROBLEM, H200, "forward") == ("fwd",)
@@ -73,10 +73,10 @@ def test_it_is_rendered(golden: CheckGolden) -> None:
 
 
 def test_its_traffic_and_its_choice_are_explained() -> None:
-    two, one = (traffic_of(tiled(name, PROBLEM, CONFIG)) for name in (NAME, "fwd"))
+    two, left = (traffic_of(tiled(name, PROBLEM, CONFIG)) for name in (NAME, "fwd"))
     rows = PROBLEM.batch * PROBLEM.num_heads_q * PROBLEM.seqlen_q
-    assert two.write_bytes == one.write_bytes
-    assert one.read_bytes < two.read_bytes < 2 * one.read_bytes + rows
+    assert two.write_bytes == left.write_bytes
+    assert left.read_bytes < two.read_bytes < 2 * left.read_bytes + rows
     with registered(alone=True):
         (told,) = explain_all(PROBLEM, H200, [NAME], by_model=True)
     text = "\n".join(lines_of_all([told], with_passes=True))
@@ -89,8 +89,8 @@ def test_it_is_tuned_from_a_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     space = search_space(KernelTask.of(NAME, PROBLEM, H200))
     table: dict[str, float | str] = {c.key: 900.0 + 90 * i for i, c in enumerate(reversed(space))}
     tune(KernelTask.of(NAME, PROBLEM, H200), measure=Replay(table), progress=False)
-    found = stored(tmp_path)
-    assert (found.kernel, found.config) == (NAME, space[-1])
+    actual = stored(tmp_path)
+    assert (actual.kernel, actual.config) == (NAME, space[-1])
 
 
 def test_its_binary_is_launched_as_its_record_says() -> None:

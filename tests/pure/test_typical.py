@@ -89,8 +89,8 @@ def test_a_record_says_enough_to_make_them(name: str) -> None:
     first = typical_score(form, SHAPE)
     assert again is not None
     assert first is not None
-    for one, other in zip(again.captured, first.captured, strict=True):
-        assert torch.equal(one, other)
+    for left, other in zip(again.captured, first.captured, strict=True):
+        assert torch.equal(left, other)
 
 
 def test_no_score_reads_nothing() -> None:
@@ -100,7 +100,7 @@ def test_no_score_reads_nothing() -> None:
 @pytest.mark.parametrize(
     "text, sizes",
     [
-        ("s+t0[k-q]", (COLUMNS,)),  # what lies before the first is counted from the end
+        ("s+t0[k-q]", (COLUMNS,)),  # indices before the first count from the end
         ("s+t0[(q*q)//1000]", (3,)),
         ("s+t0[h]+t0[h+3]", (HEADS + 3,)),
         ("s+t0[seqlen_kv-1-k]", (COLUMNS,)),

@@ -151,12 +151,12 @@ def test_a_stand_in_cannot_be_computed() -> None:
 
 
 def test_values_are_equal_only_to_themselves_and_stand_ins_by_what_they_say() -> None:
-    one, other = values([3, 4], "h"), values([3, 4], "h")
-    assert one != other
-    assert sliding_window(one) == sliding_window(one)
-    assert sliding_window(one) != sliding_window(other)
-    assert sliding_window(one).stand_in == sliding_window(other).stand_in
-    assert hash(sliding_window(one).stand_in) == hash(sliding_window(other).stand_in)
+    left, other = values([3, 4], "h"), values([3, 4], "h")
+    assert left != other
+    assert sliding_window(left) == sliding_window(left)
+    assert sliding_window(left) != sliding_window(other)
+    assert sliding_window(left).stand_in == sliding_window(other).stand_in
+    assert hash(sliding_window(left).stand_in) == hash(sliding_window(other).stand_in)
     assert Values("h", 8) != Values("b", 8)
     assert Values("q", 8, pattern="firsts") != Values("q", 8)
 
@@ -230,11 +230,11 @@ def test_values_are_read_at_any_index(seed: int) -> None:
         (numbers, numbers.at(pair._replace(k=K - 12)), lambda q, k: (k - 12,)),
     ):
         named = renamed(read, {value.slot: (0, value.kind)})
-        found = evaluate(named, [value.tensor], b=0, h=0, q=q, k=k, seqlen_q=24, seqlen_kv=24)
+        actual = evaluate(named, [value.tensor], b=0, h=0, q=q, k=k, seqlen_q=24, seqlen_kv=24)
         expected = torch.tensor(
             [[element(value.tensor, *at(i, j)) for j in range(24)] for i in range(24)]
         )
-        assert torch.equal(found.expand(24, 24).long(), expected)
+        assert torch.equal(actual.expand(24, 24).long(), expected)
         assert expected.any()
         assert not expected.all(), "beyond the end"
 
@@ -244,13 +244,13 @@ def test_what_is_known_of_a_mask_keeps_no_tensor_alive() -> None:
         lengths, ids = torch.tensor([90, 50]), torch.randint(0, 3, (96,))
         mask = kv_lengths(lengths) & causal() & documents(ids)
         other = predicate(lambda b, h, q, k: (ids[q] != ids[k]) & (k < lengths[b]))
-        for one in (mask, other):
-            assert depends_on(one) == {B}
+        for known in (mask, other):
+            assert depends_on(known) == {B}
             for side in ("rows", "columns"):
                 sizes = dict(seqlen_q=96, seqlen_kv=96, block_m=16, block_n=16)
-                assert tile_ranges(one, side, batch=2, **sizes).visited_tiles
+                assert tile_ranges(known, side, batch=2, **sizes).visited_tiles
         return [ref(lengths), ref(ids)]
 
     alive = made()
     gc.collect()
-    assert [one() for one in alive] == [None, None]
+    assert [known() for known in alive] == [None, None]

@@ -1,4 +1,4 @@
-"""What the compiler said of kernels is remembered: who chooses later compiles nothing."""
+"""Results of the compiler are stored, so that later choices compile nothing."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ GOOD = used(spill_bytes=16)
 
 
 class Compiler:
-    """`compile_for` without a compiler: counts, and fails as it is told."""
+    """`compile_for` without a compiler: counts calls, and fails on request."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[TileConfig, str, bool]] = []
@@ -61,10 +61,10 @@ class Compiler:
 
 @pytest.fixture
 def compile_(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
-    one = Compiler()
+    compiler_a = Compiler()
     monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(compiler, "compile_for", one)
-    return one
+    monkeypatch.setattr(compiler, "compile_for", compiler_a)
+    return compiler_a
 
 
 def asked(arch: str = "sm_90", aligned: bool = True) -> Resources | BuildFailed:
@@ -186,8 +186,8 @@ def test_verdicts_lie_in_folders_that_nobody_else_gets_into(
     assert kernels.stat().st_mode & 0o077 == 0
 
 
-def by_config(found: list[Candidate]) -> dict[TileConfig, Candidate]:
-    return {one.config: one for one in found}
+def by_config(results: list[Candidate]) -> dict[TileConfig, Candidate]:
+    return {one.config: one for one in results}
 
 
 def test_a_proposal_says_what_was_compiled_and_what_is_predicted(compile_: Compiler) -> None:
@@ -217,27 +217,27 @@ def test_a_proposal_that_compiles_comes_in_the_order_of_a_call(compile_: Compile
     compile_.spilled = {best: 128}
     call = pipeline.choose_kernel(KernelTask.of("fwd", PROBLEM, H200), may_compile=True)
     assert len(call.seconds) > 1
-    found = tilegen.propose(PROBLEM, H200, top=50, compile=True)
-    first = found[: len(call.tried)]
+    candidates = tilegen.propose(PROBLEM, H200, top=50, compile=True)
+    first = candidates[: len(call.tried)]
     assert first[0].config == call.config
     assert by_config(first).keys() == call.tried.keys()
     seconds = [one.compiled.seconds for one in first if one.compiled]
     assert seconds == sorted(call.seconds.values())
     rest = [one for one in tilegen.propose(PROBLEM, H200, top=50) if one.config not in call.tried]
-    assert found[len(first) :] == rest, "what was not compiled stays in the model's order"
+    assert candidates[len(first) :] == rest, "what was not compiled stays in the model's order"
 
 
 def test_what_may_not_be_used_comes_last(compile_: Compiler) -> None:
-    best = [one.config for one in tilegen.propose(PROBLEM, H200, top=2)]
+    best = [item.config for item in tilegen.propose(PROBLEM, H200, top=2)]
     compile_.spilled = dict.fromkeys(best, 400)
-    found = tilegen.propose(PROBLEM, H200, top=50, compile=True)
-    for one in found[-2:]:
-        assert one.config in best
-        assert one.compiled
-        assert one.compiled.objection.startswith("400 bytes of registers spilled a thread")
-    assert not any(one.compiled and one.compiled.objection for one in found[:-2])
+    candidates = tilegen.propose(PROBLEM, H200, top=50, compile=True)
+    for item in candidates[-2:]:
+        assert item.config in best
+        assert item.compiled
+        assert item.compiled.objection.startswith("400 bytes of registers spilled a thread")
+    assert not any(item.compiled and item.compiled.objection for item in candidates[:-2])
     call = pipeline.choose_kernel(KernelTask.of("fwd", PROBLEM, H200), may_compile=True)
-    assert found[0].config == call.config
+    assert candidates[0].config == call.config
 
 
 def test_the_command_says_what_was_compiled(compile_: Compiler) -> None:

@@ -28,11 +28,11 @@ def test_twice_pytorchs_error_is_allowed_and_no_more() -> None:
 def test_what_roundings_may_cost_comes_on_top_for_each_element() -> None:
     floor = torch.zeros_like(EXPECTED)
     floor[3] = 0.5
-    found = EXPECTED.clone()
-    found[3] += 0.519
-    assert judge("out", found, EXPECTED, [own(0.01)], floor).ok
-    found[4] += 0.021
-    check = judge("out", found, EXPECTED, [own(0.01)], floor)
+    values = EXPECTED.clone()
+    values[3] += 0.519
+    assert judge("out", values, EXPECTED, [own(0.01)], floor).ok
+    values[4] += 0.021
+    check = judge("out", values, EXPECTED, [own(0.01)], floor)
     assert (check.ok, check.index) == (False, (4,))
     assert check.allowed == pytest.approx(0.02, abs=1e-6)
 
@@ -53,9 +53,9 @@ def test_equal_infinities_are_equal() -> None:
 
 
 def test_the_worst_element_is_named() -> None:
-    found = EXPECTED.clone()
-    found[7] += 5
-    check = judge("out", found, EXPECTED, [own(0.0)])
+    values = EXPECTED.clone()
+    values[7] += 5
+    check = judge("out", values, EXPECTED, [own(0.0)])
     assert (check.index, check.ok) == ((7,), False)
     assert "WRONG" in str(check)
     with pytest.raises(WrongResult, match=r"worst at \(7,\)"):

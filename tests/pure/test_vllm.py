@@ -73,17 +73,17 @@ def test_methods_have_the_parameters_that_vllm_gives(
     vllm: Any, ours: str, theirs: list[str], added: dict[str, list[str]]
 ) -> None:
     asked = {k: v for one in theirs for k, v in methods(NAMES[f"{MODULE}:{one}"]).items()}
-    found = {k: v for k, v in vars(getattr(vllm, ours)).items() if inspect.isroutine(v)}
+    results = {k: v for k, v in vars(getattr(vllm, ours)).items() if inspect.isroutine(v)}
     abstract = {name for name, line in asked.items() if "abstract" in line.partition("(")[0]}
-    assert abstract <= set(found)
+    assert abstract <= set(results)
     assert not getattr(vllm, ours).__abstractmethods__
-    for name in set(found) & set(asked):
+    for name in set(results) & set(asked):
         words = asked[name].partition("(")[0].split()
-        assert isinstance(found[name], staticmethod) == ("static" in words), name
-        assert isinstance(found[name], classmethod) == ("class" in words), name
-        plain = getattr(found[name], "__func__", found[name])
+        assert isinstance(results[name], staticmethod) == ("static" in words), name
+        assert isinstance(results[name], classmethod) == ("class" in words), name
+        plain = getattr(results[name], "__func__", results[name])
         assert written(plain) == parameters(asked[name]) + added.get(name, []), name
-    mine = {name for name in set(found) - set(asked) if not name.startswith("_")}
+    mine = {name for name in set(results) - set(asked) if not name.startswith("_")}
     # vLLM calls this one where `forward_includes_kv_cache_update` is False, and declares it nowhere
     # but for MLA.
     assert mine == ({"do_kv_cache_update"} if ours == "TilegenImpl" else set())
@@ -105,9 +105,9 @@ def test_fields_that_are_read_exist() -> None:
 
 def test_fields_and_levels_that_are_set_exist(vllm: Any) -> None:
     known = NAMES[f"{MODULE}:AttentionBackend"]["names"]
-    its = {k for k, v in vars(vllm.TilegenBackend).items() if not inspect.isroutine(v)}
+    results = {k for k, v in vars(vllm.TilegenBackend).items() if not inspect.isroutine(v)}
     assert (
-        {k for k in its if not k.startswith("_")}
+        {k for k in results if not k.startswith("_")}
         == {*("supported_dtypes", "supported_kv_cache_dtypes", "forward_includes_kv_cache_update")}
         <= set(known)
     )
@@ -289,16 +289,16 @@ def test_a_mixed_batch_is_what_dense_attention_gives(
 def test_a_batch_that_is_not_causal(vllm: Any, window: int | None, kept: Kept) -> None:
     tokens = Tokens.of(QUERIES)
     output, _ = vllm_forward(vllm, tokens, {"sliding_window": window}, causal=False)
-    found = output[: sum(QUERIES)].double()
-    torch.testing.assert_close(found, tokens.expected(kept), **TOLERANCE)
+    out = output[: sum(QUERIES)].double()
+    torch.testing.assert_close(out, tokens.expected(kept), **TOLERANCE)
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_all_orders_of_the_cache_are_read_and_written_where_they_are(vllm: Any, order: str) -> None:
     tokens = Tokens.of(QUERIES, dim_v=8)
     output, cache = vllm_forward(vllm, tokens, {}, order=order, page=32)
-    found = output[: sum(QUERIES)].double()
-    torch.testing.assert_close(found, tokens.expected(Kept()), **TOLERANCE)
+    out = output[: sum(QUERIES)].double()
+    torch.testing.assert_close(out, tokens.expected(Kept()), **TOLERANCE)
     (written,) = (~cache.isnan()).all(-1)[:, 0].sum().reshape(1).tolist()
     assert written == sum(LENGTHS), "keys that padding wrote"
     assert cache[0].isnan().all(), "block 0 is of no request"

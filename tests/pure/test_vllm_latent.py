@@ -57,20 +57,20 @@ def vllm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any
 )
 def test_methods_have_the_parameters_that_vllm_gives(vllm: Any, ours: str, theirs: str) -> None:
     asked = methods(NAMES[theirs])
-    found = {k: v for k, v in vars(getattr(vllm, ours)).items() if inspect.isroutine(v)}
+    results = {k: v for k, v in vars(getattr(vllm, ours)).items() if inspect.isroutine(v)}
     assert not getattr(vllm, ours).__abstractmethods__
-    for name in set(found) & set(asked):
+    for name in set(results) & set(asked):
         words = asked[name].partition("(")[0].split()
-        assert isinstance(found[name], staticmethod) == ("static" in words), name
-        assert isinstance(found[name], classmethod) == ("class" in words), name
-        plain = getattr(found[name], "__func__", found[name])
+        assert isinstance(results[name], staticmethod) == ("static" in words), name
+        assert isinstance(results[name], classmethod) == ("class" in words), name
+        plain = getattr(results[name], "__func__", results[name])
         every = inspect.signature(plain).parameters.values()
         rest = {one.name for one in every if one.kind is one.VAR_KEYWORD}
         taken = [one for one in written(plain) if one not in rest]
         others = parameters(asked[name])[len(taken) :]
         assert [*taken, *others] == parameters(asked[name]), name
         assert rest or all(one.endswith("=") for one in others), name
-    assert {one for one in set(found) - set(asked) if not one.startswith("_")} == set()
+    assert {one for one in set(results) - set(asked) if not one.startswith("_")} == set()
 
 
 def test_levels_that_are_set(vllm: Any) -> None:
@@ -118,28 +118,28 @@ def test_layers_that_are_refused(vllm: Any, changed: dict[str, Any], named: str)
     ],
 )
 def test_batches_that_are_refused(vllm: Any, changed: dict[str, Any], named: str) -> None:
-    its = Latent([(1, 5)])
+    latent = Latent([(1, 5)])
     with pytest.raises(Unsupported, match=named):
-        its.builder(vllm).build(0, its.batch(vllm, **changed))
+        latent.builder(vllm).build(0, latent.batch(vllm, **changed))
 
 
 def test_batch_invariance_is_vllms_setting_without_cached_prefixes(
     vllm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    its = Latent([(1, 5)])
-    config = its.config()
-    monkeypatch.setattr(its, "config", lambda: config)
+    latent = Latent([(1, 5)])
+    config = latent.config()
+    monkeypatch.setattr(latent, "config", lambda: config)
     monkeypatch.setenv("TILEGEN_BATCH_INVARIANT", "0")
     config.cache_config.enable_prefix_caching = True
     monkeypatch.setattr(vllm.envs, "VLLM_BATCH_INVARIANT", False)
-    its.impl(vllm)
+    latent.impl(vllm)
     Prompts().backend(vllm)
     assert os.environ["TILEGEN_BATCH_INVARIANT"] == "0"
     monkeypatch.setattr(vllm.envs, "VLLM_BATCH_INVARIANT", True)
     with pytest.raises(Unsupported, match="--no-enable-prefix-caching"):
-        its.impl(vllm)
+        latent.impl(vllm)
     config.cache_config.enable_prefix_caching = False
-    for make in (its.impl, Prompts().backend):
+    for make in (latent.impl, Prompts().backend):
         monkeypatch.setenv("TILEGEN_BATCH_INVARIANT", "0")
         make(vllm)
         assert os.environ["TILEGEN_BATCH_INVARIANT"] == "1"
@@ -160,53 +160,53 @@ BATCHES = {
 @pytest.mark.parametrize("name", BATCHES)
 @pytest.mark.parametrize("capture", [False, True])
 def test_a_batch_is_what_dense_attention_gives(vllm: Any, name: str, capture: bool) -> None:
-    its = BATCHES[name]
-    found = its.decode(vllm, capture=capture, padding=3 if name == "padded" else 0)
-    expected = its.expected()
-    allowed = TOLERANCE if its.dtype == torch.float32 else {"atol": 2e-3, "rtol": 8e-3}
-    torch.testing.assert_close(found[: len(expected)].double(), expected, **allowed)
+    batch = BATCHES[name]
+    out = batch.decode(vllm, capture=capture, padding=3 if name == "padded" else 0)
+    expected = batch.expected()
+    allowed = TOLERANCE if batch.dtype == torch.float32 else {"atol": 2e-3, "rtol": 8e-3}
+    torch.testing.assert_close(out[: len(expected)].double(), expected, **allowed)
 
 
 @pytest.mark.parametrize("drafts", [2, 1])
 def test_drafts_that_all_see_all(vllm: Any, drafts: int) -> None:
     """Of any number, more than are verified, too."""
-    its = replace(BATCHES["drafts"], drafts=drafts)
-    found = its.decode(vllm, causal=False).double()
-    torch.testing.assert_close(found, its.expected(causal=False), **TOLERANCE)
+    batch = replace(BATCHES["drafts"], drafts=drafts)
+    out = batch.decode(vllm, causal=False).double()
+    torch.testing.assert_close(out, batch.expected(causal=False), **TOLERANCE)
 
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("page", [16, 64])
 def test_all_orders_of_the_cache_are_read_where_they_are(vllm: Any, order: str, page: int) -> None:
-    its = BATCHES["drafts"]
-    found = its.decode(vllm, order=order, page=page).double()
-    torch.testing.assert_close(found, its.expected(), **TOLERANCE)
+    batch = BATCHES["drafts"]
+    out = batch.decode(vllm, order=order, page=page).double()
+    torch.testing.assert_close(out, batch.expected(), **TOLERANCE)
 
 
 def test_queries_may_come_in_one_piece(vllm: Any) -> None:
-    its = BATCHES["tokens"]
-    made = its.builder(vllm).build(0, its.batch(vllm))
-    found, _ = its.impl(vllm).forward_mqa(torch.cat(its.q), its.cache(), made, None)
-    torch.testing.assert_close(found.double(), its.expected(), **TOLERANCE)
+    batch = BATCHES["tokens"]
+    made = batch.builder(vllm).build(0, batch.batch(vllm))
+    out, _ = batch.impl(vllm).forward_mqa(torch.cat(batch.q), batch.cache(), made, None)
+    torch.testing.assert_close(out.double(), batch.expected(), **TOLERANCE)
 
 
 def test_what_is_decoded_has_as_many_tokens_as_are_verified(vllm: Any) -> None:
     """What has more is a prompt, and lies behind; `max_query_len` is its."""
-    its = Latent([(3, 37), (2, 20), (9, 9)], drafts=2)
-    builder = its.builder(vllm)
+    latent = Latent([(3, 37), (2, 20), (9, 9)], drafts=2)
+    builder = latent.builder(vllm)
     builder._prefill_backend = SimpleNamespace(get_name=str, prepare_metadata=lambda made: None)
-    lengths = torch.tensor(its.lengths, dtype=torch.int32)
-    made = builder.build(0, its.batch(vllm, seq_lens_cpu_upper_bound=lengths))
+    lengths = torch.tensor(latent.lengths, dtype=torch.int32)
+    made = builder.build(0, latent.batch(vllm, seq_lens_cpu_upper_bound=lengths))
     assert (made.num_decodes, made.decode.longest_q) == (2, 3)
     assert made.decode.q_starts.tolist() == [0, 3, 5]
-    found, _ = its.impl(vllm).forward_mqa(torch.cat(its.q)[:5], its.cache(), made, None)
-    torch.testing.assert_close(found.double(), its.expected()[:5], **TOLERANCE)
+    out, _ = latent.impl(vllm).forward_mqa(torch.cat(latent.q)[:5], latent.cache(), made, None)
+    torch.testing.assert_close(out.double(), latent.expected()[:5], **TOLERANCE)
 
 
 def test_a_graph_is_captured_for_the_longest_sequence(vllm: Any) -> None:
     """Its kernels are those of the first such batch, which is run before it is captured."""
-    its = BATCHES["drafts"]
-    builder, batch = its.builder(vllm), its.batch(vllm, max_seq_len=52)
+    own = BATCHES["drafts"]
+    builder, batch = own.builder(vllm), own.batch(vllm, max_seq_len=52)
 
     def longest() -> tuple[int, int]:
         captured = builder.build_for_cudagraph_capture(batch)
@@ -218,8 +218,8 @@ def test_a_graph_is_captured_for_the_longest_sequence(vllm: Any) -> None:
 
 @needs_vllm
 def test_the_host_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    its, vllm = BATCHES["drafts of any number"], latent_classes("installed", monkeypatch)
-    builder, batch = its.builder(vllm), its.batch(vllm)
+    own, vllm = BATCHES["drafts of any number"], latent_classes("installed", monkeypatch)
+    builder, batch = own.builder(vllm), own.batch(vllm)
     no_waiting(monkeypatch)
     assert builder.build(0, batch).decode.seq_lens.data_ptr() == batch.seq_lens.data_ptr()
 
@@ -230,17 +230,17 @@ def test_the_host_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_prompts_and_the_chunks_that_are_cached_of_them(vllm: Any) -> None:
     """Merged by lse, as vLLM does, they are the whole."""
-    its = Prompts()
-    backend = its.backend(vllm)
-    alone = backend.run_prefill_new_tokens(its.q, *its.own, return_softmax_lse=False)
-    parts = its.parts(backend)
+    prompts = Prompts()
+    backend = prompts.backend(vllm)
+    alone = backend.run_prefill_new_tokens(prompts.q, *prompts.own, return_softmax_lse=False)
+    parts = prompts.parts(backend)
     for out, lse in parts:
         assert out.is_contiguous()
         assert lse.is_contiguous()
-        assert (lse.dtype, lse.shape) == (torch.float32, its.q.shape[1::-1])
+        assert (lse.dtype, lse.shape) == (torch.float32, prompts.q.shape[1::-1])
     assert torch.equal(alone, parts[0][0])
-    torch.testing.assert_close(alone.double(), its.expected(cached=False), **TOLERANCE)
-    torch.testing.assert_close(merged(parts), its.expected(), **TOLERANCE)
+    torch.testing.assert_close(alone.double(), prompts.expected(cached=False), **TOLERANCE)
+    torch.testing.assert_close(merged(parts), prompts.expected(), **TOLERANCE)
 
 
 @needs_vllm
@@ -251,17 +251,17 @@ def test_a_layer_of_vllms_is_what_attention_of_projected_keys_gives(
     vllm = latent_classes("installed", monkeypatch)
     from vllm.model_executor.layers.attention.mla_attention import MLAAttention  # pyright: ignore
 
-    its = Latent([(3, 37), (3, 20), (9, 9)], drafts=2)
-    lengths = torch.tensor(its.lengths, dtype=torch.int32)
-    up = drawn(its.rank, HEADS, NOPE + DIM_V, 5) / its.rank**0.5
-    builder = its.builder(vllm)
+    latent = Latent([(3, 37), (3, 20), (9, 9)], drafts=2)
+    lengths = torch.tensor(latent.lengths, dtype=torch.int32)
+    up = drawn(latent.rank, HEADS, NOPE + DIM_V, 5) / latent.rank**0.5
+    builder = latent.builder(vllm)
     builder._prefill_backend = Prompts().backend(vllm)
-    made = builder.build(0, its.batch(vllm, seq_lens_cpu_upper_bound=lengths))
-    q = drawn(int(its.starts[-1]), HEADS, NOPE + ROPE, 6)
-    keys = torch.cat([k[len(k) - len(new) :] for k, new in zip(its.keys, its.q, strict=True)])
-    impl = its.impl(vllm, kv_b_proj=lambda c: ((c @ up.flatten(1)),))
+    made = builder.build(0, latent.batch(vllm, seq_lens_cpu_upper_bound=lengths))
+    q = drawn(int(latent.starts[-1]), HEADS, NOPE + ROPE, 6)
+    keys = torch.cat([k[len(k) - len(new) :] for k, new in zip(latent.keys, latent.q, strict=True)])
+    impl = latent.impl(vllm, kv_b_proj=lambda c: ((c @ up.flatten(1)),))
     layer = SimpleNamespace(
-        **{"impl": impl, "num_heads": HEADS, "v_head_dim": DIM_V, "kv_lora_rank": its.rank},
+        **{"impl": impl, "num_heads": HEADS, "v_head_dim": DIM_V, "kv_lora_rank": latent.rank},
         **{"qk_nope_head_dim": NOPE, "qk_rope_head_dim": ROPE, "kv_cache_dtype": "auto"},
         **dict.fromkeys(
             ("use_pcp", "is_aiter_triton_fp4_bmm_enabled", "is_amx_bmm_enabled"), False
@@ -272,21 +272,21 @@ def test_a_layer_of_vllms_is_what_attention_of_projected_keys_gives(
         W_UV=up[..., NOPE:].transpose(0, 1),
     )
     layer._v_up_proj = partial(MLAAttention._v_up_proj, layer)
-    given = q, keys[:, : its.rank], keys[:, None, its.rank :], its.cache(), made
+    given = q, keys[:, : latent.rank], keys[:, None, latent.rank :], latent.cache(), made
     out = torch.full((len(q), HEADS * DIM_V), float("nan"))
     assert MLAAttention.forward_impl(layer, *given, output=out) is out
-    for i, one in enumerate(its.keys):
-        rows = slice(*its.starts[i : i + 2])
-        projected = torch.einsum("kr,rhc->khc", one[:, : its.rank].double(), up.double())
-        rotated = one[:, None, its.rank :].expand(-1, HEADS, -1)
+    for i, key in enumerate(latent.keys):
+        rows = slice(*latent.starts[i : i + 2])
+        projected = torch.einsum("kr,rhc->khc", key[:, : latent.rank].double(), up.double())
+        rotated = key[:, None, latent.rank :].expand(-1, HEADS, -1)
         k = torch.cat([projected[..., :NOPE], rotated], -1)
         expected = dense(q[rows], k, projected[..., NOPE:], Kept(), scale=SCALE).flatten(1)
         torch.testing.assert_close(out[rows].double(), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_output_of_prompts_is_not_quantised(vllm: Any) -> None:
-    its = Prompts()
+    prompts = Prompts()
     with pytest.raises(Unsupported, match="quantise"):
-        its.backend(vllm).run_prefill_new_tokens(
-            its.q, *its.own, return_softmax_lse=False, output_scale=torch.ones(1)
+        prompts.backend(vllm).run_prefill_new_tokens(
+            prompts.q, *prompts.own, return_softmax_lse=False, output_scale=torch.ones(1)
         )

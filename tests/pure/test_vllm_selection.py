@@ -34,8 +34,8 @@ def test_the_name_means_what_the_model_needs(vllm: Any, model: bool | None, expe
     module, _, name = path.rpartition(".")
     given = None if model is None else SimpleNamespace(use_mla=model)
     with vllm.set_current_vllm_config(SimpleNamespace(model_config=given)):
-        found = getattr(sys.modules[module], name)
-    assert found.__name__ == expected
+        actual = getattr(sys.modules[module], name)
+    assert actual.__name__ == expected
     with pytest.raises(AttributeError, match="no attribute 'another'"):
         entry.another  # noqa: B018
 

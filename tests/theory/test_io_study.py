@@ -37,22 +37,22 @@ def test_what_programs_hold_by_hand() -> None:
 @pytest.mark.parametrize("family", ["q_stationary", "q_streamed", "small_cache"])
 def test_the_frontier_is_the_best_that_fits(family: Any) -> None:
     steps = frontier(family, "forward", 128, 4, sweep.LONG)
-    assert [one.memory for one in steps] == sorted(one.memory for one in steps)
-    assert [one.words for one in steps] == sorted((one.words for one in steps), reverse=True)
-    for one in steps:
-        needs = [held_words(kernel, config, 128, 4) for kernel, config in one.configs.items()]
-        assert max(needs) <= one.memory
-        assert best_at(steps, one.memory) is one
+    assert [step.memory for step in steps] == sorted(step.memory for step in steps)
+    assert [step.words for step in steps] == sorted((step.words for step in steps), reverse=True)
+    for step in steps:
+        needs = [held_words(kernel, config, 128, 4) for kernel, config in step.configs.items()]
+        assert max(needs) <= step.memory
+        assert best_at(steps, step.memory) is step
     assert best_at(steps, steps[0].memory - 1) is None
 
 
 def test_flash_attention_at_the_best_tiles_moves_what_theory_says() -> None:
     """Words / N^2 = 2 d / B_r, and the largest B_r that fits is the best."""
     steps = frontier("q_stationary", "forward", 64, 4, sweep.LONG)
-    assert [one.configs["fwd"].block_m for one in steps] == [16, 32, 64, 128, 256]
-    for one in steps:
-        per_score = one.words / sweep.LONG**2
-        assert per_score == pytest.approx(2 * 64 / one.configs["fwd"].block_m, rel=0.01)
+    assert [step.configs["fwd"].block_m for step in steps] == [16, 32, 64, 128, 256]
+    for step in steps:
+        per_score = step.words / sweep.LONG**2
+        assert per_score == pytest.approx(2 * 64 / step.configs["fwd"].block_m, rel=0.01)
 
 
 def test_score_width_enters_the_words_of_the_kernel_of_values() -> None:
@@ -81,10 +81,10 @@ def test_closed_forms_have_the_constants_of_the_model() -> None:
         if x > 1:
             assert closed.ideal_small("forward", memory, d, 4) == pytest.approx(1 + 4 * x)
             assert closed.ideal_small("backward", memory, d, 4) == pytest.approx(3 + 10 * x)
-        found = closed.lower_bounds("forward", 2**20, d, memory, 4)
-        assert found["lb1"] == pytest.approx(1 / (4 + 1 / x**2), rel=1e-3)
-        assert found["lb2"] == pytest.approx(2 * x - 1, rel=1e-2, abs=1e-3)
-        assert found["floor"] == pytest.approx((4 * d + 1) / 2**20)
+        actual = closed.lower_bounds("forward", 2**20, d, memory, 4)
+        assert actual["lb1"] == pytest.approx(1 / (4 + 1 / x**2), rel=1e-3)
+        assert actual["lb2"] == pytest.approx(2 * x - 1, rel=1e-2, abs=1e-3)
+        assert actual["floor"] == pytest.approx((4 * d + 1) / 2**20)
 
 
 def test_slopes_of_the_closed_forms() -> None:
@@ -141,14 +141,14 @@ def test_the_sparse_formula_at_known_numbers(case: Case, ratio: float) -> None:
     problem = case.problem(65536, 128) or Case(pattern="dense").problem(65536, 128)
     assert problem is not None
     words = moved_words(problem, {"fwd": TileConfig(block_m=128, block_n=128)})
-    found = words / masks.theorem_4_5(case, 65536, 128, 33408)
-    assert found == pytest.approx(ratio, rel=0.03)
+    actual = words / masks.theorem_4_5(case, 65536, 128, 33408)
+    assert actual == pytest.approx(ratio, rel=0.03)
 
 
 def test_the_bound_of_a_dense_mask_is_lb1() -> None:
-    found = masks.bound(Case(pattern="dense"), 4096, 64, 20_480)
+    actual = masks.bound(Case(pattern="dense"), 4096, 64, 20_480)
     expected = closed.lower_bounds("forward", 4096, 64, 20_480, 4)["lb1"] * 4096**2
-    assert found == pytest.approx(expected, rel=0.01)
+    assert actual == pytest.approx(expected, rel=0.01)
 
 
 def test_no_prediction_is_below_the_pattern_bound() -> None:

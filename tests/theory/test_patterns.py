@@ -75,12 +75,12 @@ def values(expression: sp.Expr, numbers: dict[sp.Symbol, float]) -> list[float]:
 def test_spanned_entries_are_exact(pattern: Pattern, name: str, parameter: int) -> None:
     """Equal for every k up to what the 12 x 12 mask can show; never below."""
     numbers = {N: SIDE, w: parameter, b: parameter}
-    found = values(spanned(pattern), numbers)
+    value = values(spanned(pattern), numbers)
     exact = most_spanned(name, parameter)[1:]
-    assert all(limit >= most for limit, most in zip(found, exact, strict=True))
+    assert all(limit >= most for limit, most in zip(value, exact, strict=True))
     # a window ends at the corner: rows and columns run out there
     shown = 2 * SIDE - 2 * parameter if name == "window" else 2 * SIDE
-    assert found[:shown] == exact[:shown]
+    assert value[:shown] == exact[:shown]
 
 
 @pytest.mark.parametrize("pattern", ["dense", "causal", "window", "block_diagonal"])
@@ -88,8 +88,8 @@ def test_patterns_are_at_most_what_degrees_allow(pattern: Pattern) -> None:
     degree = {"dense": SIDE, "causal": SIDE, "window": 3, "block_diagonal": 3}[pattern]
     numbers = {N: SIDE, w: 3, b: 3}
     by_degree = values(spanned("degree"), {w: degree})
-    found = values(spanned(pattern), numbers)
-    assert all(a <= most for a, most in zip(found, by_degree, strict=True))
+    value = values(spanned(pattern), numbers)
+    assert all(a <= most for a, most in zip(value, by_degree, strict=True))
 
 
 @pytest.mark.parametrize("name", ["full", "causal", "window", "ring", "block_diagonal", "random"])

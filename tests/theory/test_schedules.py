@@ -112,9 +112,9 @@ def counted(schedule: Schedule, numbers: dict[sp.Symbol, int]) -> Counter[Key]:
     count: Counter[Key] = Counter()
     for term in schedule.terms:
         names, words = evaluator(term.words)
-        found = words(*(given[name] for name in names))
-        assert found == int(found)
-        count[term.tensor, term.direction, term.size] += int(found)
+        value = words(*(given[name] for name in names))
+        assert value == int(value)
+        count[term.tensor, term.direction, term.size] += int(value)
     return +count
 
 
@@ -221,8 +221,8 @@ def test_every_formula_is_held_to_the_word() -> None:
 def test_packed_groups(name: str, shape: str) -> None:
     """The g heads of a group as one head of g N_q rows: the formula with R = g N_q."""
     group = SHAPES[shape]
-    one = replace(group, g=1, rows=group.g * group.rows)
-    memory = run(name, one, np.ones((one.rows, one.columns), dtype=bool))
+    changed = replace(group, g=1, rows=group.g * group.rows)
+    memory = run(name, changed, np.ones((changed.rows, changed.columns), dtype=bool))
     keep = np.ones((group.rows, group.columns), dtype=bool)
     numbers = values(group, keep, memory.arrays["q"].shape[2])
     del numbers[V_kv], numbers[V_q]

@@ -73,7 +73,7 @@ def searched(
 
 
 @pytest.mark.parametrize(
-    "schedule, ratio, found, leading",
+    "schedule, ratio, number, leading",
     [
         ("fwd_q_stationary", 0.25, 18.293, 16),
         ("fwd_q_stationary", 1, 4.137, 4),
@@ -90,13 +90,13 @@ def searched(
     ],
 )
 def test_constants_are_what_a_search_comes_to(
-    schedule: str, ratio: float, found: float, leading: float
+    schedule: str, ratio: float, number: float, leading: float
 ) -> None:
     """From above: M = ratio * d^2 words, d = 128, N = 65536."""
     words, tiles = searched(schedule, ratio * WIDTH**2)
     at = {alpha: 1, x: 1 / math.sqrt(ratio)}
     assert float(leading_words(schedule).subs(at)) == pytest.approx(leading)
-    assert words == pytest.approx(found, rel=5e-4)
+    assert words == pytest.approx(number, rel=5e-4)
     assert words >= leading
     if B_e in tiles and ratio > 1:
         narrow = float(narrow_words(schedule)[0].subs(at))

@@ -30,8 +30,8 @@ def test_a_compiled_call_is_the_same(name: str) -> None:
     given = (*qkv(), *call.given)
     expected = gradients(call.run, given)
     compiled = torch.compile(call.run, fullgraph=True, backend="aot_eager")
-    for one, other in zip(gradients(compiled, given), expected, strict=True):
-        torch.testing.assert_close(one, other)
+    for left, other in zip(gradients(compiled, given), expected, strict=True):
+        torch.testing.assert_close(left, other)
 
 
 def test_functions_that_change_in_place_are_traced() -> None:
@@ -60,8 +60,8 @@ def test_functions_that_change_in_place_are_traced() -> None:
     q, k, v = (x.repeat_interleave(HEADS // x.shape[1], 1) for x in given)
     scores = q @ k.mT * q.shape[-1] ** -0.5 * 2 + (at - at[:, None])
     expected = scores.masked_fill(~keep, -torch.inf).softmax(-1) @ v
-    for one in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
-        torch.testing.assert_close(one(*given), expected)
+    for function in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
+        torch.testing.assert_close(function(*given), expected)
 
 
 def test_narrow_integers_wrap_around() -> None:
@@ -84,8 +84,8 @@ def test_narrow_integers_wrap_around() -> None:
     q, k, v = (x.repeat_interleave(HEADS // x.shape[1], 1) for x in given)
     scores = changed(q @ k.mT * q.shape[-1] ** -0.5, 0, 0, rows.clone(), columns)
     expected = scores.masked_fill(~kept(0, 0, rows, columns), -torch.inf).softmax(-1) @ v
-    for one in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
-        torch.testing.assert_close(one(*given), expected)
+    for function in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
+        torch.testing.assert_close(function(*given), expected)
 
 
 def _graphs(run: Callable[..., Any], given: list[Any], **options: Any) -> int:
@@ -97,8 +97,8 @@ def _graphs(run: Callable[..., Any], given: list[Any], **options: Any) -> int:
         return graph
 
     compiled = torch.compile(run, fullgraph=True, backend=backend, **options)
-    for one in given:
-        torch.testing.assert_close(compiled(*one), run(*one))
+    for tensor in given:
+        torch.testing.assert_close(compiled(*tensor), run(*tensor))
     return len(graphs)
 
 
@@ -168,10 +168,10 @@ def test_blocks_that_say_more_than_their_function_are_kept() -> None:
 def test_flex_attention_itself_is_compiled() -> None:
     q, k, v = qkv(trained=False)
     arguments: Any = dict(score_mod=lambda s, b, h, i, j: s + i - j, enable_gqa=True)
-    found = torch.compile(tilegen.flex_attention, fullgraph=True, backend="eager")(
+    out = torch.compile(tilegen.flex_attention, fullgraph=True, backend="eager")(
         q, k, v, **arguments
     )
-    torch.testing.assert_close(found, tilegen.flex_attention(q, k, v, **arguments))
+    torch.testing.assert_close(out, tilegen.flex_attention(q, k, v, **arguments))
 
 
 def test_what_may_be_nan_is_compiled() -> None:
@@ -239,12 +239,12 @@ def test_what_the_tracer_is_not_shown_is_refused(name: str) -> None:
         lambda *x: tilegen.attention(*x, score=score),
     ):
         try:
-            found = torch.compile(inside, fullgraph=True, backend="eager")(*qkv())
+            actual = torch.compile(inside, fullgraph=True, backend="eager")(*qkv())
         except Exception as error:
             if "write torch.abs(x) and row[0], or make the mask" not in str(error):
                 raise
         else:  # another version of PyTorch shows it
-            torch.testing.assert_close(found, inside(*qkv()))
+            torch.testing.assert_close(actual, inside(*qkv()))
     if name != "data":  # nor is it traced outside
         made = dict(mask=tilegen.predicate(mask), score=tilegen.score(score))
         compiled = torch.compile(
@@ -284,9 +284,9 @@ def test_what_is_made_outside_is_what_it_was_when_it_was_made() -> None:
     torch.testing.assert_close(tilegen.attention(*qkv(), **made), expected)
     torch.testing.assert_close(compiled(*qkv()), expected)
     table += 2  # what tensors hold is read at each call
-    found = compiled(*qkv())
-    torch.testing.assert_close(found, tilegen.attention(*qkv(), **made))
-    assert not torch.allclose(found, expected)
+    actual = compiled(*qkv())
+    torch.testing.assert_close(actual, tilegen.attention(*qkv(), **made))
+    assert not torch.allclose(actual, expected)
 
 
 def test_numbers_that_are_given_are_followed() -> None:
@@ -315,9 +315,9 @@ def test_autocast() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             return tilegen.attention(q, k, v)
 
-    found = torch.compile(run, fullgraph=True, backend="aot_eager")(*qkv())
-    assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(found, run(*qkv()))
+    actual = torch.compile(run, fullgraph=True, backend="aot_eager")(*qkv())
+    assert actual.dtype == torch.bfloat16
+    torch.testing.assert_close(actual, run(*qkv()))
 
 
 def test_dropout_is_drawn_for_each_call() -> None:
@@ -330,8 +330,8 @@ def test_dropout_is_drawn_for_each_call() -> None:
         torch.manual_seed(seed)
         drawn.append(gradients(compiled, qkv()))
         torch.manual_seed(seed)
-        for one, other in zip(drawn[-1], gradients(run, qkv()), strict=True):
-            torch.testing.assert_close(one, other)
+        for left, other in zip(drawn[-1], gradients(run, qkv()), strict=True):
+            torch.testing.assert_close(left, other)
     assert torch.equal(drawn[0][0], drawn[1][0])
     assert not torch.equal(drawn[0][0], drawn[2][0])
 

@@ -45,7 +45,7 @@ def test_steps_of_a_generation_compile_once() -> None:
     """With a static cache `generate` makes masks ahead, outside of what is compiled."""
     torch._dynamo.reset()
     ids = inputs("gemma3", tokens=12)["input_ids"]
-    found: list[torch.Tensor] = []
+    results: list[torch.Tensor] = []
     for attention in ("eager", "tilegen"):
         model = DECODERS["gemma3"].make(attention)
         cache = transformers.StaticCache(config=model.config, max_cache_len=16)
@@ -54,16 +54,16 @@ def test_steps_of_a_generation_compile_once() -> None:
             step = torch.compile(step, fullgraph=True, backend="eager")
         with torch.no_grad():
             logits = [model(input_ids=ids[:, :8], past_key_values=cache).logits]
-            for i, one in enumerate(ids[:, 8:].split(1, 1)):
+            for i, item in enumerate(ids[:, 8:].split(1, 1)):
                 positions = torch.full((1, 1), 8 + i)
                 given = {"past_key_values": cache, "position_ids": positions}
                 masks = create_masks_for_generate(
                     config=model.config,
-                    inputs_embeds=model.get_input_embeddings()(one),
+                    inputs_embeds=model.get_input_embeddings()(item),
                     attention_mask=None,
                     **given,
                 )
                 with torch._dynamo.config.patch(error_on_recompile=i > 1):
-                    logits.append(step(input_ids=one, attention_mask=masks, **given).logits)
-        found.append(torch.cat(logits, 1))
-    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
+                    logits.append(step(input_ids=item, attention_mask=masks, **given).logits)
+        results.append(torch.cat(logits, 1))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)

@@ -60,12 +60,12 @@ def test_a_compiled_call_is_the_same(name: str) -> None:
     given = [torch.randn(2, heads, 9, 16, requires_grad=True) for heads in (4, 2, 2)]
     run = CALLS[name]
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-    found: list[Any] = []
-    for one in (run, compiled):
+    results: list[Any] = []
+    for left in (run, compiled):
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*lru_cache.*")
-            out = one(*given)
+            out = left(*given)
         outs = out if isinstance(out, tuple) else (out,)
-        found.append((*outs, *torch.autograd.grad(sum(x.sum() for x in outs), given)))
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other)
+        results.append((*outs, *torch.autograd.grad(sum(x.sum() for x in outs), given)))
+    for left, other in zip(*results, strict=True):
+        torch.testing.assert_close(left, other)

@@ -25,7 +25,7 @@ def _anew() -> None:
 
 
 def call(lengths: list[int], queries: list[int], *, seed: int = 0) -> dict[str, Any]:
-    """Return what packed queries are called with; pages are two parts of one tensor."""
+    """Return the arguments of a call with packed queries; pages are two parts of one tensor."""
     generator = torch.Generator().manual_seed(seed)
     requests, pages = len(lengths), 5 * len(lengths)
     cache = torch.randn(2, pages, PAGE, HEADS_KV, WIDTH, generator=generator)
@@ -67,12 +67,12 @@ def test_a_compiled_call_is_the_same(name: str, uniform: bool) -> None:
         del given["q_starts"], given["max_q_length"]
         given["q"] = given["q"].unflatten(0, (2, 3)).transpose(1, 2)
     expected = run(**given)
-    found = torch.compile(run, fullgraph=True, backend="aot_eager")(**given)
-    if not isinstance(found, tuple):
-        found, expected = (found,), (expected,)
-    for one, other in zip(found, expected, strict=True):
-        assert one.stride() == other.stride()
-        torch.testing.assert_close(one, other)
+    actual = torch.compile(run, fullgraph=True, backend="aot_eager")(**given)
+    if not isinstance(actual, tuple):
+        actual, expected = (actual,), (expected,)
+    for left, other in zip(actual, expected, strict=True):
+        assert left.stride() == other.stride()
+        torch.testing.assert_close(left, other)
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
@@ -100,9 +100,9 @@ def test_steps_of_decoding_are_one_graph(layout: str) -> None:
     ):
         given, same = (call(lengths, queries, seed=i) for _ in range(2))
         if layout == "HND":
-            for one in (given, same):
-                one["k_pages"], one["v_pages"] = (
-                    one[name].transpose(1, 2).contiguous() for name in ("k_pages", "v_pages")
+            for arguments in (given, same):
+                arguments["k_pages"], arguments["v_pages"] = (
+                    arguments[name].transpose(1, 2).contiguous() for name in ("k_pages", "v_pages")
                 )
         new = torch.randn(2, sum(queries), HEADS_KV, WIDTH)
         k, v = new[0], new[1, ..., :V_WIDTH]
@@ -164,8 +164,8 @@ def _operands(name: str) -> tuple[Any, tuple[Any, ...]]:
         where = (given["block_table"], given["kv_lengths"], given["q_starts"], "NHD")
         pages = given["k_pages"].clone(), given["v_pages"].clone()
         return torch.ops.tilegen.append.default, (new, new[..., :V_WIDTH], *pages, *where)
-    its = crossing(tilegen.tree(SEEN), tilegen.softcap(3.0), None)
-    arguments = (*given.values(), None, its.text, its.tensors, 0.3, "NHD")
+    crossed = crossing(tilegen.tree(SEEN), tilegen.softcap(3.0), None)
+    arguments = (*given.values(), None, crossed.text, crossed.tensors, 0.3, "NHD")
     return torch.ops.tilegen.paged.default, arguments
 
 

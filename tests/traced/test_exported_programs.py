@@ -60,5 +60,5 @@ def test_a_layer_runs_in_another_process(tmp_path: Path) -> None:
     written = warm.output(LAYER, *paths.values(), env={**os.environ, **QUICKLY})
     expected = json.loads(written.splitlines()[-1])
     for how, path in paths.items():
-        found = json.loads(warm.output(LOADED, path, how).splitlines()[-1])
-        assert [pytest.approx(one, abs=1e-6) for one in expected] == found, how
+        actual = json.loads(warm.output(LOADED, path, how).splitlines()[-1])
+        assert [pytest.approx(one, abs=1e-6) for one in expected] == actual, how

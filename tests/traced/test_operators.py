@@ -39,11 +39,11 @@ def test_opcheck(form: str, dtype: torch.dtype) -> None:
     q, k, v = (x.detach().to(dtype).requires_grad_() for x in qkv())
     bias = normal(HEADS, ROWS, ROWS).requires_grad_()
     score = (lambda s, b, h, i, j: s + bias[h, i, j]) if form == "score" else None
-    its = crossing(MASK, score, None)
+    crossed = crossing(MASK, score, None)
     if form == "transposed":
         q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
     drops = (0.3, torch.tensor([1, 2])) if form == "dropout" else (0.0, None)
-    arguments = (q, k, v, its.text, its.tensors, 0.25, *drops)
+    arguments = (q, k, v, crossed.text, crossed.tensors, 0.25, *drops)
     operator = torch.ops.tilegen.forward.default
     assert set(torch.library.opcheck(operator, arguments).values()) == {"SUCCESS"}
 
@@ -51,11 +51,11 @@ def test_opcheck(form: str, dtype: torch.dtype) -> None:
 def test_opcheck_of_gradients() -> None:
     q, k, v = qkv(trained=False)
     bias = normal(HEADS, ROWS, ROWS).requires_grad_()
-    its = crossing(MASK, lambda s, b, h, i, j: s + bias[h, i, j], None)
-    tensors = [one.detach() for one in its.tensors]
-    out, lse = torch.ops.tilegen.forward(q, k, v, its.text, tensors, 0.25, 0.0, None)
+    crossed = crossing(MASK, lambda s, b, h, i, j: s + bias[h, i, j], None)
+    tensors = [one.detach() for one in crossed.tensors]
+    out, lse = torch.ops.tilegen.forward(q, k, v, crossed.text, tensors, 0.25, 0.0, None)
     dout, dlse = normal(*out.shape), normal(*lse.shape)
-    arguments = (q, k, v, out, lse, dout, dlse, its.text, tensors, 0.25, 0.0, None)
+    arguments = (q, k, v, out, lse, dout, dlse, crossed.text, tensors, 0.25, 0.0, None)
     operator = torch.ops.tilegen.backward.default
     assert set(torch.library.opcheck(operator, arguments).values()) == {"SUCCESS"}
 
@@ -72,8 +72,8 @@ def test_operations_are_counted() -> None:
 
 
 def _loss(q: Any, k: Any, v: Any, bias: Any) -> Any:
-    found = tilegen.attention(q, k, v, mask=MASK, score=lambda s, b, h, i, j: s + bias[h, i, j])
-    return found.cos().sum()
+    out = tilegen.attention(q, k, v, mask=MASK, score=lambda s, b, h, i, j: s + bias[h, i, j])
+    return out.cos().sum()
 
 
 def _given() -> tuple[torch.Tensor, ...]:
@@ -88,24 +88,24 @@ def _expected(given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
 def test_grad_and_vjp() -> None:
     given = _given()
     _, pull = torch.func.vjp(_loss, *given)
-    for found in (torch.func.grad(_loss, argnums=(0, 1, 2, 3))(*given), pull(torch.ones(()))):
-        for one, other in zip(found, _expected(given), strict=True):
-            torch.testing.assert_close(one, other)
+    for actual in (torch.func.grad(_loss, argnums=(0, 1, 2, 3))(*given), pull(torch.ones(()))):
+        for left, other in zip(actual, _expected(given), strict=True):
+            torch.testing.assert_close(left, other)
 
 
 def test_vmap() -> None:
     _, k, v, bias = _given()
     queries = normal(3, BATCH, HEADS, ROWS, WIDTH)
     mapped = torch.func.vmap(torch.func.grad(_loss), in_dims=(0, None, None, None))
-    found = mapped(queries, k, v, bias)
-    for one, q in zip(found, queries, strict=True):
-        torch.testing.assert_close(one, _expected((q, k, v, bias))[0])
+    actual = mapped(queries, k, v, bias)
+    for item, q in zip(actual, queries, strict=True):
+        torch.testing.assert_close(item, _expected((q, k, v, bias))[0])
 
 
 def test_what_mask_and_score_read_is_transformed_too() -> None:
     q, k, v, bias = _given()
-    found = torch.func.grad(lambda one: _loss(q, k, v, one))(bias)
-    torch.testing.assert_close(found, _expected((q, k, v, bias))[3])
+    grads = torch.func.grad(lambda item: _loss(q, k, v, item))(bias)
+    torch.testing.assert_close(grads, _expected((q, k, v, bias))[3])
 
     def run(lengths: Any, ids: Any) -> Any:
         mask = tilegen.documents(ids) | tilegen.causal()
@@ -113,8 +113,8 @@ def test_what_mask_and_score_read_is_transformed_too() -> None:
 
     given = torch.tensor([[3, 24], [10, 7]]), torch.stack([IDS, IDS // 2])
     mapped = torch.func.vmap(run)(*given)
-    for one, *each in zip(mapped, *given, strict=True):
-        torch.testing.assert_close(one, run(*each))
+    for item, *each in zip(mapped, *given, strict=True):
+        torch.testing.assert_close(item, run(*each))
 
 
 def test_bad_numbers_are_refused() -> None:
@@ -183,6 +183,6 @@ def test_checkpoints_compute_again_or_keep() -> None:
     selective = functools.partial(create_selective_checkpoint_contexts, policy)
     for options in ({}, {"context_fn": selective}):
         loss = checkpoint(_loss, *given, use_reentrant=False, **options)
-        for one, other in zip(torch.autograd.grad(loss, given), _expected(given), strict=True):
-            torch.testing.assert_close(one, other)
+        for left, other in zip(torch.autograd.grad(loss, given), _expected(given), strict=True):
+            torch.testing.assert_close(left, other)
     assert torch.ops.tilegen.forward.default in kept

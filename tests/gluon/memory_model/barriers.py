@@ -99,7 +99,7 @@ class Barrier:
         return before[0] if before[0] % 2 == parity else before[0] + 1
 
     def is_over(self, phase: int) -> bool:
-        """Whether a wait for a phase returns."""
+        """Return True if a wait for a phase returns."""
         return self.phase > phase
 
     def leave(self, actor: Actor, phase: int, view: View, fault: MakeFault) -> None:
@@ -147,9 +147,9 @@ class Barrier:
     def __str__(self) -> str:
         if not self.count:
             return f"{self.name}: not initialised"
-        found = f"{self.name}: phase {self.phase}, {self.pending} of {self.count} arrivals pending"
+        actual = f"{self.name}: phase {self.phase}, {self.pending} of {self.count} arrivals pending"
         if self.bytes_left > 0:
-            found += f", {self.bytes_left} bytes expected that did not come"
+            actual += f", {self.bytes_left} bytes expected that did not come"
         elif self.bytes_left:
-            found += f", {-self.bytes_left} bytes came that are not expected"
-        return found
+            actual += f", {-self.bytes_left} bytes came that are not expected"
+        return actual

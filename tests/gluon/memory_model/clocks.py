@@ -92,12 +92,12 @@ class Ledger:
         self._accesses = kept
 
 
-def _overlap(one: Region, other: Region) -> bool:
-    return all(a < d and c < b for (a, b), (c, d) in zip(one, other, strict=True))
+def _overlap(region: Region, other: Region) -> bool:
+    return all(a < d and c < b for (a, b), (c, d) in zip(region, other, strict=True))
 
 
-def _covers(one: Region, other: Region) -> bool:
-    return all(a <= c and d <= b for (a, b), (c, d) in zip(one, other, strict=True))
+def _covers(region: Region, other: Region) -> bool:
+    return all(a <= c and d <= b for (a, b), (c, d) in zip(region, other, strict=True))
 
 
 def _shown(region: Region) -> str:

@@ -63,11 +63,11 @@ def convert_layout(value: Tile, layout: Any, assert_trivial: bool = False) -> Ti
     return Tile(value.data, value.dtype, layout)
 
 
-def where(condition: Tile, one: Any, other: Any) -> Tile:
+def where(condition: Tile, value: Any, other: Any) -> Tile:
     """One value or the other."""
     kept = as_operand(condition, real.int1)[0]
-    first = one if isinstance(one, Tile) else other
-    a, _ = as_operand(one, first.dtype)
+    first = value if isinstance(value, Tile) else other
+    a, _ = as_operand(value, first.dtype)
     b, _ = as_operand(other, first.dtype)
     return _tile(np.where(kept, a, b), first.dtype, first.layout)
 
@@ -120,9 +120,9 @@ def inline_asm_elementwise(
 def load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Tile:
     """Elements of global memory."""
     at, kept = pointer.places(mask)
-    found = np.full(at.shape, other, np.float64)
-    found[kept] = pointer.tensor.load(at[kept])
-    return _tile(found, dtype_of(pointer.tensor.tensor.dtype))
+    values = np.full(at.shape, other, np.float64)
+    values[kept] = pointer.tensor.load(at[kept])
+    return _tile(values, dtype_of(pointer.tensor.tensor.dtype))
 
 
 def store(pointer: Pointer, value: Any, mask: Any = None) -> None:
@@ -156,8 +156,8 @@ class constexpr:  # noqa: N801, the name in Gluon
 
 def cdiv(a: int, b: int) -> Any:
     """a / b, rounded up."""
-    found = (a + b - 1) // b
-    return Int(found) if isinstance(a, Int) or isinstance(b, Int) else found
+    actual = (a + b - 1) // b
+    return Int(actual) if isinstance(a, Int) or isinstance(b, Int) else actual
 
 
 def static_assert(condition: bool, message: str = "") -> None:
@@ -208,10 +208,10 @@ def wait(barrier: Buffer, phase: int, pred: Any = True, deps: Any = ()) -> None:
     machine = now()
     if not pred:
         return
-    found, me = machine.barrier(barrier), machine.me
-    number = found.awaited(me.actor, int(phase), me.view, machine.fault)
-    machine.wait(lambda: found.is_over(number), f"phase {number} of {found.name}")
-    found.leave(me.actor, number, me.view, machine.fault)
+    actual, me = machine.barrier(barrier), machine.me
+    number = actual.awaited(me.actor, int(phase), me.view, machine.fault)
+    machine.wait(lambda: actual.is_over(number), f"phase {number} of {actual.name}")
+    actual.leave(me.actor, number, me.view, machine.fault)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -241,9 +241,9 @@ def tma_load(
     told = what.replace("this", "the", 1) + machine.place()
 
     def complete() -> None:
-        found = np.zeros(at.shape, np.float32)
-        found[exists] = descriptor.tensor.load(at[exists])
-        result.write(found)
+        values = np.zeros(at.shape, np.float32)
+        values[exists] = descriptor.tensor.load(at[exists])
+        result.write(values)
         awaited.deliver(descriptor.bytes, view, machine.fault)
 
     machine.transfer(complete, view, told)
@@ -308,12 +308,12 @@ def warpgroup_mma(
     machine = now()
     view = machine.fork()
     operands: list[np.ndarray] = []
-    for name, one in (("a", a), ("b", b)):
-        if isinstance(one, Buffer):
-            machine.access(one, writes=False, what=f"operand {name} of this product", by=view)
-            operands.append(one.read())
+    for name, operand in (("a", a), ("b", b)):
+        if isinstance(operand, Buffer):
+            machine.access(operand, writes=False, what=f"operand {name} of this product", by=view)
+            operands.append(operand.read())
         elif name == "a":
-            operands.append(one.data)
+            operands.append(operand.data)
         else:
             raise machine.fault("operand b of a product lies in shared memory, not in registers")
     left, right = operands
@@ -323,10 +323,10 @@ def warpgroup_mma(
     if str(a.dtype) != str(b.dtype) or str(a.dtype) not in ("bf16", "fp16"):
         raise machine.fault(f"a product of {a.dtype} and {b.dtype}: expected bf16 or fp16 of both")
     with np.errstate(all="ignore"):
-        found = left @ right
+        actual = left @ right
         if use_acc:
-            found = found + _accumulator(machine, acc)
-    result = Tile(found.astype(np.float32, copy=False), acc.dtype, acc.layout)
+            actual = actual + _accumulator(machine, acc)
+    result = Tile(actual.astype(np.float32, copy=False), acc.dtype, acc.layout)
     result.in_flight = what = f"the product{machine.place()}"
     registers = (a,) if isinstance(a, Tile) else ()
     machine.me.products.append(Product(view, result, acc, registers, what))
@@ -346,9 +346,9 @@ def warpgroup_mma_wait(num_outstanding: int = 0, deps: Sequence[Any] | None = No
     machine = now()
     if deps is None:
         raise machine.fault("deps must be given: what products read and write until here")
-    found = _retired(machine, int(num_outstanding), deps)
+    actual = _retired(machine, int(num_outstanding), deps)
     machine.pause()
-    return found[0] if len(found) == 1 else found
+    return actual[0] if len(actual) == 1 else actual
 
 
 def _retired(machine: Machine, left: int, deps: Sequence[Any]) -> tuple[Any, ...]:
@@ -358,14 +358,14 @@ def _retired(machine: Machine, left: int, deps: Sequence[Any]) -> tuple[Any, ...
     number = max(0, len(me.products) - left)
     done, me.products[:] = me.products[:number], me.products[number:]
     values: dict[int, Tile] = {}
-    for one in done:
-        goes_on = any(other.accumulates is one.result for other in (*done, *me.products))
-        for tile in (*one.registers, *(() if goes_on else (one.result,))):
+    for item in done:
+        goes_on = any(other.accumulates is item.result for other in (*done, *me.products))
+        for tile in (*item.registers, *(() if goes_on else (item.result,))):
             if not any(tile is dep for dep in deps):
                 raise machine.fault(
-                    f"deps leave out a tile of {one.what}, whose registers may be used again "
+                    f"deps leave out a tile of {item.what}, whose registers may be used again "
                     "before it is done"
                 )
-        values[id(one.result)] = Tile(one.result.late_data, one.result.dtype, one.result.layout)
-        me.view.join(one.view)
+        values[id(item.result)] = Tile(item.result.late_data, item.result.dtype, item.result.layout)
+        me.view.join(item.view)
     return tuple(values.get(id(dep), dep) for dep in deps)

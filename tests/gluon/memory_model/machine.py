@@ -109,9 +109,9 @@ class Machine:
         try:
             self._go_on()
         finally:
-            for one in self._partitions:
-                if not one.done and one.run:
-                    one.run.throw(GreenletExit)
+            for partition in self._partitions:
+                if not partition.done and partition.run:
+                    partition.run.throw(GreenletExit)
         self._check_end()
 
     def _start(self, name: str, function: Callable[[], Any], view: View) -> Partition:
@@ -141,41 +141,43 @@ class Machine:
 
     def _go_on(self) -> None:
         while True:
-            able = [one for one in self._partitions if _is_able(one)]
+            able = [item for item in self._partitions if _is_able(item)]
             options: list[Partition | Transfer] = [*able, *self._transfers]
             if not options:
-                if all(one.done for one in self._partitions):
+                if all(item.done for item in self._partitions):
                     return
                 raise self._deadlock()
             self.steps += 1
             if self.steps > MAX_STEPS:
                 raise Fault(f"no end after {MAX_STEPS} steps; {self._told}")
-            one = options[self._schedule.choose([one.name for one in options])]
-            if isinstance(one, Transfer):
-                self._transfers.remove(one)
-                self._waited.append(one)
-                one.complete()
+            item = options[self._schedule.choose([item.name for item in options])]
+            if isinstance(item, Transfer):
+                self._transfers.remove(item)
+                self._waited.append(item)
+                item.complete()
                 continue
-            one.waits_for = None
-            self._running = one
-            one.run.switch()
+            item.waits_for = None
+            self._running = item
+            item.run.switch()
             self._running = None
 
     def _deadlock(self) -> Fault:
-        found = ["nothing can go on, and nothing is in flight"]
-        for one in self._partitions:
-            if one.waits_for:
-                found.append(f"  {one.name} {one.waits_for[1]}")
-        found += [f"  {barrier}" for barrier in self._barriers.values()]
-        return Fault("\n".join([*found, f"  {self._told}"]))
+        results = ["nothing can go on, and nothing is in flight"]
+        for partition in self._partitions:
+            if partition.waits_for:
+                results.append(f"  {partition.name} {partition.waits_for[1]}")
+        results += [f"  {barrier}" for barrier in self._barriers.values()]
+        return Fault("\n".join([*results, f"  {self._told}"]))
 
     def _check_end(self) -> None:
         known = View()
-        for one in self._partitions:
-            known.join(one.view)
-        for one in self._waited:
-            if any(known.seen.get(actor, 0) < count for actor, count in one.view.seen.items()):
-                raise Fault(f"nobody waits for {one.what}; {self._told}")
+        for partition in self._partitions:
+            known.join(partition.view)
+        for partition in self._waited:
+            if any(
+                known.seen.get(actor, 0) < count for actor, count in partition.view.seen.items()
+            ):
+                raise Fault(f"nobody waits for {partition.what}; {self._told}")
 
     # ----------------------------------------------------------------------------------------------
     # For the language
@@ -212,12 +214,12 @@ class Machine:
 
     def _place_of(self, trace: TracebackType | None) -> str:
         """Return the innermost line of the kernel of a trace, as a part of a sentence."""
-        found = ""
+        actual = ""
         while trace is not None:
             if trace.tb_frame.f_code.co_filename == self._file:
-                found = self._line(trace.tb_lineno)
+                actual = self._line(trace.tb_lineno)
             trace = trace.tb_next
-        return found
+        return actual
 
     def _line(self, number: int) -> str:
         return f" (line {number}: {self._lines[number - 1].strip()})"
@@ -298,17 +300,17 @@ class Machine:
         me.release()
         first, given = functions[0]
         result = first(*given)
-        self.wait(lambda: all(one.done for one in workers), "the other partitions")
-        for one in workers:
-            me.view.join(one.view)
+        self.wait(lambda: all(worker.done for worker in workers), "the other partitions")
+        for worker in workers:
+            me.view.join(worker.view)
         return result
 
     def _check_registers(self, warps: Sequence[int], registers: Sequence[int] | None) -> None:
         if registers is None:
             return
-        for one in registers:
-            if not MIN_REGISTERS <= one <= MAX_REGISTERS or one % REGISTER_UNIT:
-                raise self.fault(f"setmaxnreg takes 24 to 256 in steps of 8, not {one}")
+        for register in registers:
+            if not MIN_REGISTERS <= register <= MAX_REGISTERS or register % REGISTER_UNIT:
+                raise self.fault(f"setmaxnreg takes 24 to 256 in steps of 8, not {register}")
         used = sum(32 * n * r for n, r in zip(warps, registers, strict=True))
         left = (REGISTERS_PER_SM - used) // (32 * self._warps)
         if left < MIN_REGISTERS:
@@ -323,5 +325,5 @@ class Machine:
         return text.partition("=")[0].strip() or "shared memory"
 
 
-def _is_able(one: Partition) -> bool:
-    return not one.done and (one.waits_for is None or one.waits_for[0]())
+def _is_able(partition: Partition) -> bool:
+    return not partition.done and (partition.waits_for is None or partition.waits_for[0]())

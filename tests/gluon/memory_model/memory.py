@@ -98,10 +98,10 @@ class Buffer:
     def reshape(self, shape: Sequence[int]) -> Buffer:
         """Return the view without dimensions of size 1. Raises NotModelled for other shapes."""
         axes = tuple(one for one in self.axes if self.region[one][1] - self.region[one][0] > 1)
-        found = Buffer(self.machine, self.allocation, self.layout, self.region, axes)
-        if found.shape != list(shape):
+        actual = Buffer(self.machine, self.allocation, self.layout, self.region, axes)
+        if actual.shape != list(shape):
             raise NotModelled(f"expected a shape without ones of {self.shape}, got {list(shape)}")
-        return found
+        return actual
 
     def load(self, layout: Any = None) -> Tile:
         """Return the elements, by ordinary loads."""
@@ -177,8 +177,8 @@ class GlobalTensor:
         self.writes[at] += 1
         self._values[at] = values
         if self._bits is not None:
-            found = torch.from_numpy(np.ascontiguousarray(values)).to(self.tensor.dtype)
-            self._bits[at] = found.view(torch.int16).numpy()
+            actual = torch.from_numpy(np.ascontiguousarray(values)).to(self.tensor.dtype)
+            self._bits[at] = actual.view(torch.int16).numpy()
 
 
 @dataclass(frozen=True)

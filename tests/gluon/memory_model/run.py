@@ -58,8 +58,8 @@ def run(
     finally:
         _now.pop()
     if launches.report.steps:
-        for one in results if isinstance(results, tuple) else (results,):
-            launches.check_written(one)
+        for item in results if isinstance(results, tuple) else (results,):
+            launches.check_written(item)
     return results, launches.report
 
 
@@ -89,10 +89,10 @@ class _Launches:
             machine = Machine(FILE, self._lines, self._schedule(program), told)
             machine.program_id = program
             given = {
-                name: one
+                name: tensor
                 if "constexpr" in str(kinds.get(name, ""))
-                else self._argument(machine, name, one)
-                for name, one in arguments.items()
+                else self._argument(machine, name, tensor)
+                for name, tensor in arguments.items()
             }
             language.use(machine, self._twins)
             try:
@@ -100,9 +100,9 @@ class _Launches:
             finally:
                 language.use(None)
             self.report.steps += machine.steps
-        for name, one in self._tensors.items():
-            self.report.read_bytes[name] = one.read_bytes
-            self.report.written_bytes[name] = one.written_bytes
+        for name, tensor in self._tensors.items():
+            self.report.read_bytes[name] = tensor.read_bytes
+            self.report.written_bytes[name] = tensor.written_bytes
 
     def _argument(self, machine: Machine, name: str, given: Any) -> Any:
         if isinstance(given, torch.Tensor):
@@ -190,5 +190,5 @@ def _loaded(source: str) -> tuple[dict[str, Any], list[str]]:
 
 
 def _range(*bounds: int) -> Iterator[Int]:
-    """Yield what a loop of a kernel counts: integers as C has them."""
+    """Yield the counts of a kernel's loop: integers as in C."""
     return map(Int, range(*bounds))

@@ -23,9 +23,9 @@ _NUMPY: dict[str, type[Any]] = {
 
 def numpy_type(dtype: Any) -> type[Any]:
     """Return the NumPy type that holds a dtype's values. Raises NotModelled."""
-    if (found := _NUMPY.get(str(dtype))) is None:
+    if (actual := _NUMPY.get(str(dtype))) is None:
         raise NotModelled(f"expected a dtype out of {', '.join(_NUMPY)}, got {dtype}")
-    return found
+    return actual
 
 
 def rounded(data: np.ndarray, dtype: Any) -> np.ndarray:
@@ -60,19 +60,19 @@ def _checked(value: int) -> Int:
     return Int(value)
 
 
-def _divided(one: Any, other: Any) -> Any:
-    if not isinstance(other, int) or not isinstance(one, int):
+def _divided(value: Any, other: Any) -> Any:
+    if not isinstance(other, int) or not isinstance(value, int):
         return NotImplemented
     if other == 0:
-        raise Fault(f"{one} // 0")
-    size = abs(int(one)) // abs(int(other))
-    return _checked(size if (one < 0) == (other < 0) else -size)
+        raise Fault(f"{value} // 0")
+    size = abs(int(value)) // abs(int(other))
+    return _checked(size if (value < 0) == (other < 0) else -size)
 
 
-def _remainder(one: Any, other: Any) -> Any:
-    if not isinstance(other, int) or not isinstance(one, int):
+def _remainder(value: Any, other: Any) -> Any:
+    if not isinstance(other, int) or not isinstance(value, int):
         return NotImplemented
-    return _checked(int(one) - int(_divided(one, other)) * int(other))
+    return _checked(int(value) - int(_divided(value, other)) * int(other))
 
 
 def _integer_operation(name: str) -> Callable[[Int, Any], Any]:
@@ -102,7 +102,7 @@ class Tile:
         self.dtype = dtype
         self.layout = layout
         self.in_flight = ""
-        """The operation that still writes the tile, in words; empty where the values are there."""
+        """The operation that still writes the tile, in words; empty if the values are there."""
 
     @property
     def data(self) -> np.ndarray:
@@ -153,10 +153,10 @@ def as_operand(value: Any, like: Any) -> tuple[np.ndarray, Any]:
     raise NotModelled(f"expected a tile or a number beside {like}, got {type(value).__name__}")
 
 
-def combined(run: Callable[..., np.ndarray], one: Any, other: Any, gives: Any = None) -> Tile:
+def combined(run: Callable[..., np.ndarray], value: Any, other: Any, gives: Any = None) -> Tile:
     """Return an element-wise operation of two operands, one of them a tile."""
-    first = one if isinstance(one, Tile) else other
-    a, dtype = as_operand(one, first.dtype)
+    first = value if isinstance(value, Tile) else other
+    a, dtype = as_operand(value, first.dtype)
     b, other_dtype = as_operand(other, first.dtype)
     names = {str(dtype), str(other_dtype)}
     if len(names) > 1:
@@ -164,13 +164,13 @@ def combined(run: Callable[..., np.ndarray], one: Any, other: Any, gives: Any = 
     if names & {"bf16", "fp16"} and gives is None:
         raise NotModelled(f"arithmetic of {dtype} is not modelled: convert to fp32 first")
     with np.errstate(all="ignore"):
-        found = run(a, b)
+        record = run(a, b)
     if gives is None and str(dtype) == "int32":
-        low, high = (int(found.min()), int(found.max())) if found.size else (0, 0)
+        low, high = (int(record.min()), int(record.max())) if record.size else (0, 0)
         if low < INT32[0] or high > INT32[1]:
             raise Fault(f"a 32-bit integer of a tile overflows: {low if low < INT32[0] else high}")
     kept = gives or dtype
-    return Tile(found.astype(numpy_type(kept), copy=False), kept, first.layout)
+    return Tile(record.astype(numpy_type(kept), copy=False), kept, first.layout)
 
 
 def _divide(a: np.ndarray, b: np.ndarray) -> np.ndarray:
