@@ -334,7 +334,7 @@ def test_varlen_window(mask: str, window: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("text", ["q64 kv65 d8 fp16 causal", "q64 d8 fp16 causal&window(9,1)"])
-def test_varlen_refuses_what_it_would_compute_differently(text: str) -> None:
+def test_varlen_refuses_calls_that_it_would_compute_differently(text: str) -> None:
     with pytest.raises(Unsupported):
         varlen_window(AttentionProblem.parse(f"hq1 {text}"))
 

@@ -36,7 +36,7 @@ needs_cc = pytest.mark.skipif(bool(replay.missing()), reason="cc or objcopy is n
 
 @needs_valgrind
 @needs_cc
-def test_a_small_point_misses_what_the_schedule_moves() -> None:
+def test_a_small_point_misses_the_words_of_the_schedule() -> None:
     """Q and out once, lse once, K and V for each of 16 tiles of rows; and the state, once."""
     columns = misses.count(SMALL)
     rows = 256 * 32

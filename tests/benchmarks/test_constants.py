@@ -40,7 +40,7 @@ def test_every_constant_is_in_the_table_and_no_other() -> None:
     assert in_the_table() == in_the_code()
 
 
-def test_what_hangs_on_them_is_recorded() -> None:
+def test_dependence_on_constants_is_recorded() -> None:
     with MEASURED.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert [row["constant"] for row in rows] == constants.NAMES

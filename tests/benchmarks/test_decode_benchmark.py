@@ -86,7 +86,7 @@ def test_flashinfer_that_is_not_installed_is_unsupported(monkeypatch: pytest.Mon
         peer.prepare(AttentionProblem.parse("hq1 q1 kv64 d64 fp16"), "cpu")
 
 
-def test_the_table_of_decoding_is_what_the_model_predicts(tmp_path: Path) -> None:
+def test_the_table_of_decoding_equals_the_model(tmp_path: Path) -> None:
     path = tmp_path / "predicted.csv"
     decode.write(path, [decode.predict(target) for target in decode.TARGETS])
     (head, *rows), (names, *kept) = (
@@ -145,7 +145,7 @@ def test_after_a_lost_device_decoding_starts_over(
     assert started == [f"--csv={rows}"]
 
 
-def test_targets_are_compared_with_what_bounds_them() -> None:
+def test_targets_are_compared_with_their_bounds() -> None:
     rows = [decode.predict(target) for target in decode.TARGETS]
     assert len({row.name for row in rows}) == len(rows)
     for row in rows:

@@ -38,7 +38,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(first_choices, "choose_by_model", settled)
 
 
-def test_reasons_are_told_from_what_was_compiled() -> None:
+def test_reasons_come_from_compiled_numbers() -> None:
     def of(seconds: float | None, objection: str = "") -> Compiled:
         return Compiled(seconds=seconds, objection=objection)
 
@@ -66,7 +66,7 @@ def test_each_kernel_of_either_time_has_a_line() -> None:
 
 
 @pytest.mark.usefixtures("known")
-def test_what_may_not_be_used_is_named_and_times_are_of_both() -> None:
+def test_unusable_configs_are_named_and_both_are_timed() -> None:
     problem = AttentionProblem.parse("b1 hq32 hkv8 q8192 d128 bf16 causal")
     before = {"fwd": OLD, "bwd_preprocess": NEW, "bwd_dkdv": SPILLS, "bwd_dq": NEW}
     results = {one["kernel"]: one for one in lines(problem, H200, before)}

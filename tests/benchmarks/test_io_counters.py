@@ -228,7 +228,7 @@ def test_counters_that_ncu_does_not_know_are_left_out(
     assert len(io_counters.profile(ONE, timeout=30)) == 1
 
 
-def test_failing_cases_and_the_end_of_time_keep_what_was_found(
+def test_failing_cases_and_the_time_limit_keep_earlier_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     broken = replace(ONE, experiment="E6", group="broken")

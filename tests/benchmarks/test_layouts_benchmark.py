@@ -27,7 +27,7 @@ SMALL = AttentionProblem.parse("b2 hq4 hkv2 q1 kv40 d40 fp16 page8")
     "layout, stride, run",
     [("NHD", 160, 80), ("HND", 80, 640), ("vLLM LBNHC", 320, 80), ("vLLM LBHNC", 160, 80)],
 )
-def test_what_is_contiguous_is_counted_from_strides(layout: str, stride: int, run: int) -> None:
+def test_contiguous_bytes_follow_from_strides(layout: str, stride: int, run: int) -> None:
     k, v = cache_of(layout, 8, 3, SMALL, "cpu")
     assert k.shape == v.shape == (3, 8, 2, 40)
     actual = contiguous(k)
@@ -51,7 +51,7 @@ def test_keys_and_values_of_one_tensor_share_its_memory() -> None:
             assert v.storage_offset() == 40
 
 
-def test_rows_of_the_repository_are_what_the_model_says(
+def test_rows_of_the_repository_equal_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All but what was compiled."""
@@ -131,7 +131,7 @@ def test_rows_before_one_that_fails_are_kept(
         assert [row["measured_us"] for row in csv.DictReader(file)] == ["7.0", "8.0"]
 
 
-def test_the_command_writes_what_it_prints(
+def test_the_command_writes_the_printed_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(layouts, "PAGES", (16,))

@@ -62,7 +62,7 @@ def test_longer_ones_than_a_failure_are_not_tried(monkeypatch: pytest.MonkeyPatc
     assert results[3][1].detail == "not tried: 2 did not work"
 
 
-def test_what_takes_too_long_or_is_ended_is_a_row() -> None:
+def test_timeouts_and_crashes_are_rows() -> None:
     here, there = multiprocessing.Pipe(duplex=False)
     assert mask_creation._received(here, 0.01).status == "unmeasured"
     there.close()

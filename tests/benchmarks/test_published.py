@@ -350,7 +350,7 @@ def test_decoding_is_judged_without_launches(data: Path) -> None:
         )
 
 
-def test_a_following_launch_is_what_short_kernels_take_besides(data: Path) -> None:
+def test_short_kernels_take_a_following_launch_besides(data: Path) -> None:
     problem, config, spec = PARSE("b1 hq8 q32 d64 fp16 full"), CONFIG("m32n32w4s2"), gpu("h100")
     programs = (
         estimate(Tiled.of("fwd", problem, spec, config)).seconds - rates_of("sm_90").launch_seconds

@@ -96,7 +96,7 @@ def test_a_winner_that_does_not_fit_is_left_out_and_named() -> None:
     assert verdict.left_out == "1 tile that does not fit tilegen's kernel"
 
 
-def test_what_does_not_fit_comes_last() -> None:
+def test_configs_that_do_not_fit_come_last() -> None:
     problem, spec = PARSE("hq4 q2048 d256 bf16 full"), gpu("rtx5090")
     assert judge.hoped(problem, spec, CONFIG("m256n256w8s4"), "fwd") > 1e6
     assert judge.hoped(problem, spec, CONFIG("m64n32w4s1"), "fwd") < 1

@@ -166,7 +166,7 @@ def test_time_limit_is_kept(path: Path) -> None:
     assert machine.measured == []
 
 
-def test_failed_launches_are_tried_again_but_not_what_broke_the_device(path: Path) -> None:
+def test_failed_launches_are_retried_unless_they_broke_the_device(path: Path) -> None:
     order = Recorder(path, session()).todo(SPACE)
     machine = Machine(**{order[0].key: BROKEN, order[1].key: DeviceLost(BROKEN)})
     with pytest.raises(DeviceLost):
@@ -200,7 +200,7 @@ def test_without_a_gpu_one_line_and_exit_code_1(monkeypatch: pytest.MonkeyPatch)
     assert result.output == "no GPU that PyTorch can use: nothing to time\n"
 
 
-def test_a_problem_that_is_none_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_problem_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     result = call(exhaustive.main, "llama9")
     assert result.exit_code == 1
     assert result.output.startswith("expected a problem such as")
@@ -263,7 +263,7 @@ def made_up() -> Recording:
     return synthetic.make("synthetic: good model", SMALL, H200, "fwd")
 
 
-def test_strategies_measure_what_they_say(made_up: Recording) -> None:
+def test_strategies_measure_their_configs(made_up: Recording) -> None:
     ranked = tuner_quality.ranking(made_up)
     best_first = [candidate.config for candidate in ranked]
     results = {s: order(made_up, ranked, s, 0) for s in tuner_quality.STRATEGIES}
@@ -279,7 +279,7 @@ def test_strategies_measure_what_they_say(made_up: Recording) -> None:
         assert order(made_up, ranked, strategy, 1) != results[strategy], "seeds differ"
 
 
-def test_synthetic_recordings_are_the_same_each_time_and_say_what_they_are(
+def test_synthetic_recordings_are_reproducible_and_marked(
     made_up: Recording,
 ) -> None:
     again = synthetic.make("synthetic: good model", SMALL, H200, "fwd")

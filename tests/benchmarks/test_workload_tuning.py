@@ -22,7 +22,7 @@ from tilegen.task import KernelTask
 WINDOW = AttentionProblem.parse("b1 hq2 hkv2 q256 kv256 d32 fp16 window(15,0)")
 
 
-def test_forward_is_tuned_first_and_what_serves_has_no_backward() -> None:
+def test_forward_is_tuned_first_and_serving_problems_have_no_backward() -> None:
     trained, served = (
         replace(a_workload(n), problem=p) for n, p in (("t", PROBLEM), ("s", WINDOW))
     )

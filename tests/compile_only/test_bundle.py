@@ -129,7 +129,7 @@ generate(problems, [gpu("h200")], Path(sys.argv[2]), on_kernel=on_kernel)
 
 
 @pytest.mark.usefixtures("shared_compiler")
-def test_what_is_there_is_not_compiled_again(
+def test_existing_binaries_are_not_compiled_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forward: list[Direction] = ["forward"]
@@ -178,7 +178,7 @@ def test_a_kernel_that_cannot_be_built_does_not_stop_the_others(
 
 
 @pytest.mark.usefixtures("shared_compiler")
-def test_the_command_says_what_it_made_and_the_other_checks_it(
+def test_generate_prints_its_bundle_and_bundle_checks_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(*arguments: str) -> tuple[int, str]:

@@ -93,7 +93,7 @@ def example(
 # C++
 
 
-def test_the_example_launches_what_the_manifest_says(
+def test_the_example_launches_by_the_manifest(
     example: Path, stand_in: Path, bundle: Path, tmp_path: Path
 ) -> None:
     binary = _binary(bundle)
@@ -124,7 +124,7 @@ def test_the_example_notices_wrong_results(
     ],
     ids=["other-device", "other-problem"],
 )
-def test_the_example_says_what_the_bundle_has(
+def test_the_example_lists_the_bundle(
     example: Path,
     stand_in: Path,
     bundle: Path,
@@ -149,7 +149,7 @@ def test_the_example_says_what_the_bundle_has(
     ],
     ids=["name", "type", "schema"],
 )
-def test_the_example_stops_at_what_it_does_not_know(
+def test_the_example_stops_at_unknown_arguments(
     example: Path,
     stand_in: Path,
     bundle: Path,
@@ -224,7 +224,7 @@ assert driver.cuGetErrorString(refused[0]) == (done, b"device kernel image is in
 """How Python calls the driver: every function returns a tuple, a CUresult first."""
 
 
-def test_nvidias_bindings_launch_what_the_manifest_says(
+def test_nvidias_bindings_launch_by_the_manifest(
     stand_in: Path, bundle: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("cuda.bindings.driver", reason="needs NVIDIA's package cuda-bindings")
@@ -298,9 +298,7 @@ def test_a_served_kernel_is_launched_on_any_thread(
     _check_launch(second, binary)
 
 
-def test_what_the_driver_refuses_is_said_in_a_line(
-    stand_in: Path, bundle: Path, tmp_path: Path
-) -> None:
+def test_errors_of_the_driver_are_one_line(stand_in: Path, bundle: Path, tmp_path: Path) -> None:
     pytest.importorskip("cuda.bindings.driver", reason="needs NVIDIA's package cuda-bindings")
     binary = _binary(bundle)
     shutil.copytree(bundle, tmp_path / "bundle")

@@ -255,7 +255,7 @@ def test_quantile_fit_finds_a_known_law() -> None:
     assert above == pytest.approx(quantile_fit.QUANTILE, abs=0.12)
 
 
-def test_code_digest_ignores_what_the_compiler_does_not_see() -> None:
+def test_code_digest_ignores_text_that_is_not_compiled() -> None:
     problem = render(PARSE(PROBLEMS[0]), TileConfig.parse("m64n64w4s2"))
     commented = replace(
         problem, source="# a comment\n" + problem.source + "\n\ndef other():\n    return 1\n"

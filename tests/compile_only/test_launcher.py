@@ -102,7 +102,7 @@ def calls() -> Iterator[tuple[torch.Tensor, torch.Tensor, Mask, Any]]:
         yield cache[:1, :, :rows], cache[:1, :, :columns], causal, lengths[:1]
 
 
-def test_calls_of_all_lengths_launch_what_the_emitted_launch_does(
+def test_calls_of_all_lengths_launch_as_the_emitted_launch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given = list(calls())

@@ -76,7 +76,7 @@ def test_steps_are_found_in_machine_code(arch: str, text: str, kernel: str, conf
         ("sm_100", "fwd", "m128n128w8s2"),
     ],
 )
-def test_shared_memory_moves_what_the_model_says(arch: str, kernel: str, config: str) -> None:
+def test_shared_memory_traffic_equals_the_model(arch: str, kernel: str, config: str) -> None:
     """Operands, tiles as they come in, and weights that other warps need; reductions are left out,
     and reads that the compiler repeats."""
     problem, tile, spec = PARSE(KERNELS[0][0]), TileConfig.parse(config), gpu(GPUS[arch])
@@ -187,7 +187,7 @@ def test_traps_are_not_chosen() -> None:
     assert chosen.config == good
 
 
-def test_the_command_says_what_the_function_returns() -> None:
+def test_the_command_prints_the_result_of_the_function() -> None:
     text, kernel, config = KERNELS[1]
     asked = "explain", text, "--gpu", "h200", "--kernel", kernel, "--config", config, "--static"
     (told,) = tilegen.read_code(text, "h200", kernel=kernel, config=config)

@@ -49,7 +49,7 @@ NO_LENGTHS: dict[str, tuple[Any, type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("name", NO_LENGTHS)
-def test_lengths_are_refused_alike_on_the_first_and_the_hundredth_call(name: str) -> None:
+def test_invalid_lengths_are_refused_on_the_first_and_the_hundredth_call(name: str) -> None:
     lengths, error, said = NO_LENGTHS[name]
     right = torch.tensor([1, 2, 3], dtype=torch.int32)
     q = torch.zeros(3, 2, 32, 16, dtype=torch.bfloat16)
@@ -118,7 +118,7 @@ def test_kernels_read_where_requests_lie_as_it_is_given() -> None:
         assert taken == [name != "16 bits"] * 2, name
 
 
-def test_what_the_environment_asks_for_is_seen_at_the_next_call(
+def test_changed_settings_are_seen_at_the_next_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     q = torch.zeros(1, 2, 32, 16, dtype=torch.bfloat16)

@@ -22,7 +22,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("text, family, name", CASES, ids=[family for _, family, _ in CASES])
-def test_first_choices_compile_to_what_may_be_used(
+def test_first_choices_compile_to_usable_kernels(
     text: str, family: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path))

@@ -28,7 +28,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("name, text", CASES)
-def test_first_choices_compile_to_what_may_be_used(
+def test_first_choices_compile_to_usable_kernels(
     name: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path))
@@ -52,7 +52,7 @@ def test_first_choices_compile_to_what_may_be_used(
 @pytest.mark.skipif(
     version("triton") != "3.7.1", reason="needs Triton 3.7.1, by which the table was made"
 )
-def test_the_table_of_decoding_says_what_was_compiled(
+def test_the_table_of_decoding_has_compiled_configs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path))

@@ -53,7 +53,7 @@ def test_the_models_choice_is_compiled_then_measured_first(
     assert hit.record == record
 
 
-def test_what_cannot_fit_is_refused_by_the_compiler_alone(
+def test_kernels_that_do_not_fit_are_refused_by_the_compiler_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiler: Pool
 ) -> None:
     monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path))

@@ -128,7 +128,7 @@ def test_lse_alone_has_gradients() -> None:
     _close(torch.autograd.grad(lse.sum(), q)[0], torch.autograd.grad(expected.sum(), q)[0])
 
 
-def test_only_asked_for_gradients_are_computed() -> None:
+def test_only_requested_gradients_are_computed() -> None:
     q, k, v = _inputs("b1 hq2 hkv2 q20 kv20 d16 fp32 full")
     k.requires_grad_()
     tilegen.attention(q, k, v).sum().backward()
@@ -165,7 +165,9 @@ def test_odd_strides_and_offsets(heads_inside: bool) -> None:
     )
 
 
-def test_a_strided_last_dimension_is_copied_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_strided_last_dimension_is_copied_with_one_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     q, k, v = _inputs("b1 hq2 hkv2 q20 kv30 d32 fp32 full")
     q = q.mT.contiguous().mT
     assert q.stride(-1) != 1
@@ -253,7 +255,7 @@ def test_small_cache_forward_backward_and_lse(small_cache: list[str]) -> None:
     assert set(small_cache) == {*FORWARD["small_cache"].names, *BACKWARD["small_cache"].names}
 
 
-def test_small_cache_gives_only_the_gradients_asked_for(small_cache: list[str]) -> None:
+def test_small_cache_computes_only_requested_gradients(small_cache: list[str]) -> None:
     q, k, v = _inputs("b1 hq2 hkv2 q20 kv20 d32 fp32 full")
     q.requires_grad_()
     tilegen.attention(q, k, v).sum().backward()

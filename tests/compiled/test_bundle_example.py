@@ -62,9 +62,7 @@ def _run(example: Path, *given: object, lacks: str = "") -> tuple[int, str]:
 
 @needs_processor
 @pytest.mark.parametrize("problem", PROBLEMS)
-def test_the_example_computes_what_a_plain_loop_does(
-    problem: str, example: Path, bundle: Path
-) -> None:
+def test_the_example_agrees_with_a_plain_loop(problem: str, example: Path, bundle: Path) -> None:
     code, said = _run(example, bundle, RUNNABLE[0], problem)
     launched = rf"launched {RUNNABLE[0]}/attention_fwd_\w+\.so: \d+ programs on \d+ threads; "
     assert code == 0, said
@@ -75,7 +73,7 @@ def test_the_example_computes_what_a_plain_loop_does(
 
 
 @needs_processor
-def test_the_example_says_what_it_does_not_check_or_launch(example: Path, bundle: Path) -> None:
+def test_the_example_names_unsupported_problems(example: Path, bundle: Path) -> None:
     code, said = _run(example, bundle, RUNNABLE[0], WITHOUT_A_REFERENCE)
     assert code == 0
     assert said.endswith("; not checked, as the mask is window(9,0)\n")
@@ -111,7 +109,7 @@ def test_the_example_notices_wrong_results(example: Path, bundle: Path, tmp_path
     assert said.endswith("example_cpu: the results are wrong\n"), said
 
 
-def test_code_for_arm_computes_what_a_plain_loop_does(tmp_path: Path) -> None:
+def test_code_for_arm_agrees_with_a_plain_loop(tmp_path: Path) -> None:
     """On another machine than Arm's, under an emulator."""
     compiler, emulator = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
     _need(compiler, "aarch64-linux-gnu-g++ (Debian: g++-aarch64-linux-gnu)")

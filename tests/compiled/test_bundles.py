@@ -112,9 +112,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_bundle_computes_what_the_reference_does(
-    name: str, driver: Driver, tmp_path: Path
-) -> None:
+def test_a_bundle_agrees_with_the_reference(name: str, driver: Driver, tmp_path: Path) -> None:
     text, mask, score = CASES[name]
     asked = AttentionProblem.parse(text)
     dtype = TORCH_DTYPES[asked.dtype]
@@ -185,7 +183,7 @@ def test_a_bundle_is_given_lengths_in_32_bits(driver: Driver, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("mask", ["full", "dilated(3)"])
-def test_a_bundle_is_told_where_requests_lie_in_32_bits(
+def test_a_bundle_takes_places_of_requests_in_32_bits(
     driver: Driver, tmp_path: Path, mask: str
 ) -> None:
     problem = AttentionProblem.parse(f"b3 hq4 hkv2 q2 kv48 d16 fp32 {mask} page16")

@@ -180,7 +180,7 @@ MASK_MODS = {
 
 
 @pytest.mark.parametrize("name", MASK_MODS)
-def test_flex_attention_takes_what_pytorchs_does(name: str) -> None:
+def test_flex_attention_takes_pytorchs_arguments(name: str) -> None:
     q, k, v = leaf(1, 4, 150, 16), leaf(1, 2, 150, 16), leaf(1, 2, 150, 16, seed=1)
     fn = MASK_MODS[name]
     block_mask = create_block_mask(fn, None, 4, 150, 150, device="cpu")
@@ -230,7 +230,7 @@ def test_a_block_mask_whose_unused_indices_name_listed_blocks() -> None:
         torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_what_flex_attention_cannot_do_is_said_in_a_line() -> None:
+def test_unsupported_flex_attention_is_one_line() -> None:
     q, k = leaf(1, 4, 20, 16), leaf(1, 2, 20, 16)
     with pytest.raises(InvalidProblem, match="enable_gqa=True"):
         tilegen.flex_attention(q, k, k)
@@ -298,7 +298,7 @@ def test_padded_batches(mask: Mask | None) -> None:
         torch.testing.assert_close(out, plain[0])
 
 
-def test_lengths_that_are_none() -> None:
+def test_invalid_lengths() -> None:
     q = leaf(2, 1, 9, 16)
     with pytest.raises(InvalidProblem, match="shape"):
         tilegen.attention(q, q, q, kv_lengths=torch.ones(2, 2, dtype=torch.int32))

@@ -91,7 +91,7 @@ def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Te
     "arch,dtype", [*((arch, "bf16") for arch in RUNNABLE), (BEST, "fp32"), (BEST, "fp16")]
 )
 @pytest.mark.usefixtures("only_bundles")
-def test_a_bundle_computes_what_the_reference_does(arch: str, dtype: str, tmp_path: Path) -> None:
+def test_a_bundle_agrees_with_the_reference(arch: str, dtype: str, tmp_path: Path) -> None:
     text = PROBLEM.format(dtype)
     write_cpu_bundle([text], [arch], tmp_path)
     bundle = load_bundle(tmp_path)
@@ -225,7 +225,7 @@ def test_objects_are_for_every_processor_and_need_no_other_library(tmp_path: Pat
         assert symbols == {(binary.function, "T"), (binary.function + "_launch", "T")}
 
 
-def test_a_symbol_that_nobody_defines_is_an_error() -> None:
+def test_an_undefined_symbol_is_an_error() -> None:
     from tilegen.cpu import build, jit
     from tilegen.emit.render import render
     from tilegen.kernels.config import TileConfig
@@ -366,7 +366,7 @@ def test_another_feature_list_is_refused(folder: Path, tmp_path: Path) -> None:
         load_bundle(copied)
 
 
-def test_a_manifest_is_what_was_written(folder: Path) -> None:
+def test_a_manifest_reads_as_written(folder: Path) -> None:
     text = (folder / MANIFEST).read_text()
     assert Manifest.from_json(text).to_json() == text
 

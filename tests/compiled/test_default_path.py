@@ -160,7 +160,7 @@ def test_a_setting_gives_pytorch_back(launches: Launches, monkeypatch: pytest.Mo
     torch.testing.assert_close(out, causal_by_torch(*given), atol=1e-5, rtol=1e-5)
 
 
-def test_kernels_that_are_asked_for_are_not_replaced(
+def test_named_kernels_are_not_replaced(
     launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where nothing compiles, PyTorch computes, unless TILEGEN_CPU=kernels is set."""

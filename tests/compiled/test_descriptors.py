@@ -93,7 +93,7 @@ def test_scores_and_dropout() -> None:
         "b1 hq2 hkv1 q64 kv192 d64 fp16 full",
     ],
 )
-def test_bytes_are_those_of_the_model(text: str, kernel: Kernel) -> None:
+def test_bytes_equal_those_of_the_model(text: str, kernel: Kernel) -> None:
     """What lies outside of a tensor is not moved."""
     problem, config = AttentionProblem.parse(text), WIDE[kernel]
     expected = traffic_of(tiled(kernel, problem, config))
@@ -147,7 +147,7 @@ def test_broken_kernels_are_noticed(mutation: Mutation) -> None:
     assert noticed(every, make_inputs(problem), mutation.kernel, mask=problem.mask)
 
 
-def test_a_launch_refuses_what_a_descriptor_cannot_hold() -> None:
+def test_a_launch_refuses_strides_of_zero_for_descriptors() -> None:
     problem = AttentionProblem.parse("b1 hq2 hkv2 q40 kv40 d64 fp16 full")
     x = make_inputs(problem)
     launch = cpu.load(kernels(problem)["fwd"]).launch

@@ -301,7 +301,7 @@ def test_mutation_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None
         ("b1 hq2 hkv1 q9 kv1000 d16 fp16 full invariant page16", "m8h2n32k256w4s2"),
     ],
 )
-def test_bytes_are_what_the_model_says(text: str, config: str) -> None:
+def test_bytes_equal_the_model(text: str, config: str) -> None:
     problem = AttentionProblem.parse(text)
     kernels = {"fwd_paged": TileConfig.parse(config), "fwd_combine": COMBINE}
     assert counted(problem, kernels) == predicted(problem, kernels)

@@ -62,9 +62,7 @@ def of_tiles(configs: Mapping[Kernel, TileConfig], m: int, n: int) -> dict[Kerne
         ("streamed", 64, 64, 0.9),
     ],
 )
-def test_kernels_drop_what_pytorch_drops_whatever_the_tiles(
-    family: str, m: int, n: int, p: float
-) -> None:
+def test_kernels_drop_as_pytorch_does_for_any_tiles(family: str, m: int, n: int, p: float) -> None:
     """Weights are equal where queries are 0, and values of an identity show them: so does dv."""
     problem = AttentionProblem.parse("b2 hq2 hkv1 q50 kv64 d16/64 fp32 full dropout")
     eye = torch.eye(64)
@@ -137,7 +135,7 @@ CALLS: dict[str, tuple[dict[str, Any], list[torch.Tensor]]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_calls_drop_what_their_seed_says(name: str) -> None:
+def test_calls_drop_by_their_seed(name: str) -> None:
     options, read = CALLS[name]
     leaves = [leaf(2, 4, 40, 16), leaf(2, 2, 50, 16, seed=1), leaf(2, 2, 50, 16, seed=2)]
     torch.manual_seed(7)
@@ -207,7 +205,7 @@ def test_bytes_of_the_seed_are_counted(mask: str, family: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", ["fwd", "bwd_preprocess", "bwd_dkdv", "fwd_values"])
-def test_what_is_timed_drops_weights_too(kernel: Kernel) -> None:
+def test_timed_kernels_drop_weights_too(kernel: Kernel) -> None:
     problem = AttentionProblem.parse("hq2 hkv1 q40 kv70 d32 fp16 causal dropout")
     config = {**WHOLE, **sliced.SMALL_CACHE}[kernel]
     Timed.of(KernelTask.of(kernel, problem, tilegen.gpu("h200")), "cpu").runs(config)()

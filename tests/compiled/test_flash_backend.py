@@ -188,7 +188,7 @@ def test_flash_with_a_window_at_other_lengths() -> None:
     torch.testing.assert_close(lse, expected_lse, atol=3e-5, rtol=3e-5)
 
 
-def test_what_tilegen_does_not_do_reaches_the_kernel_that_was_there(
+def test_unsupported_calls_reach_the_previous_kernel(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, logger="tilegen")

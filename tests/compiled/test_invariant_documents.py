@@ -65,7 +65,7 @@ def test_documents_of_other_queries_than_keys() -> None:
     assert torch.equal(out[7:], alone)
 
 
-def test_what_cannot_begin_tiles_at_documents_is_refused() -> None:
+def test_calls_that_cannot_begin_tiles_at_documents_are_refused() -> None:
     q, k, v = (tokens(40, 2, seed) for seed in range(3))
     with pytest.raises(Unsupported, match="unset TILEGEN_BATCH_INVARIANT"):
         tilegen.attention_varlen(q.requires_grad_(), k, v, torch.tensor([0, 13, 40]))

@@ -66,7 +66,7 @@ def test_verify_and_calls_run_the_same_launch(
     assert not calls_agree(1)
 
 
-def test_what_no_program_writes_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritten_results_are_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     """In memory that holds the right result of an earlier launch it would look right."""
     problem = AttentionProblem.parse("b1 hq2 q64 d32 fp32 causal")
     given = kernels(problem, aligned=True), make_inputs(problem), 0.2
@@ -146,14 +146,14 @@ def test_rows_with_nothing_kept_are_exactly_empty() -> None:
     assert all(tensor.isfinite().all() for name, tensor in outputs.items() if name != "lse")
 
 
-def test_columns_nobody_keeps_get_no_gradient() -> None:
+def test_dropped_columns_get_no_gradient() -> None:
     problem = AttentionProblem.parse("b1 hq1 hkv1 q40 kv100 d32 fp16 causal")
     outputs = run(kernels(problem), make_inputs(problem), 0.2)
     assert (outputs["dk"][:, :, 40:] == 0).all()
     assert (outputs["dv"][:, :, 40:] == 0).all()
 
 
-def test_what_is_masked_cannot_leak() -> None:
+def test_masked_values_cannot_leak() -> None:
     """Dropped keys and values may hold anything finite, even huge, and change nothing."""
     problem = AttentionProblem.parse("b1 hq1 hkv1 q48 kv80 d32 fp32 causal")
     inputs = make_inputs(problem)

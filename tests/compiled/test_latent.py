@@ -49,7 +49,7 @@ def test_results(text: str, configs: dict[str, TileConfig]) -> None:
     [CASES[0], CASES[1], CASES[4], CASES[6], CASES[7]],
     ids=["fwd", "window", "split", "part of a group", "paged"],
 )
-def test_bytes_are_what_the_model_says(text: str, configs: dict[str, TileConfig]) -> None:
+def test_bytes_equal_the_model(text: str, configs: dict[str, TileConfig]) -> None:
     problem = AttentionProblem.parse(text)
     x = make_inputs(problem)
     assert x.v.data_ptr() == x.k.data_ptr()

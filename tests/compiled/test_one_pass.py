@@ -170,7 +170,7 @@ def test_keys_that_do_not_exist_add_nothing(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["rows", "columns", "two_places", "distances", "clipped"])
-def test_scores_and_the_gradients_of_what_they_read(name: str) -> None:
+def test_scores_and_gradients_of_their_tensors(name: str) -> None:
     """Tiles are transposed: gradients of rows and of columns are sums along the other axis."""
     leaves, made = TRAINED[name]
     score = made([one.clone().requires_grad_() for one in leaves])
@@ -246,7 +246,7 @@ def moves_what_the_model_says(
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_bytes_are_what_the_model_says(mask: str) -> None:
+def test_bytes_equal_the_model(mask: str) -> None:
     config = TileConfig(block_m=16, block_n=16 << MASKS.index(mask) % 2, split_kv=32)
     for lengths in ("q100 kv100", "q9 kv100", "q64 kv33"):
         problem = PARSE(f"b1 hq4 hkv2 {lengths} d16/32 fp16 {mask}")

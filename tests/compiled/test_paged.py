@@ -49,7 +49,7 @@ def test_pages_smaller_and_larger_than_a_tile(page: int) -> None:
 
 @pytest.mark.parametrize("page", [16, 64])
 @pytest.mark.parametrize("mask", ["full", "causal(bottom_right)", "global(5)|window(9,9)"])
-def test_bytes_are_what_the_model_says(mask: str, page: int) -> None:
+def test_bytes_equal_the_model(mask: str, page: int) -> None:
     problem = AttentionProblem.parse(f"b2 hq4 hkv2 q9 kv100 d16 fp16 {mask} page{page}")
     kernels = configs(problem)
     assert counted(problem, kernels) == predicted(problem, kernels)

@@ -215,7 +215,7 @@ def test_nothing_is_read_beyond_a_captured_tensor() -> None:
         torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
 
 
-def test_what_a_score_reads_may_change_between_calls() -> None:
+def test_tensors_of_a_score_may_change_between_calls() -> None:
     """One kernel, other tensors: nothing is kept from the first call."""
     x = make_inputs(AttentionProblem.parse("b1 hq2 hkv1 q40 kv40 d16 fp32 full"))
     for seed in range(2):

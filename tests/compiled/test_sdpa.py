@@ -50,7 +50,7 @@ def test_added_masks_are_trained_and_may_be_infinite() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 20], ids=["columns", "pairs"])
-def test_what_is_left_nothing_is_zero(rows: int) -> None:
+def test_rows_without_keys_are_zero(rows: int) -> None:
     keep = torch.ones(2, 1, rows, 37, dtype=torch.bool)
     keep[1] = False
     q, k, v = inputs()

@@ -269,7 +269,7 @@ def test_lists_follow_a_layout_that_is_changed_in_place() -> None:
     agrees(problem(mask, 48, 48), ~before)
 
 
-def test_what_is_masked_cannot_leak() -> None:
+def test_masked_values_cannot_leak() -> None:
     """Dropped keys may hold anything finite: in visited tiles, skipped tiles and beyond the end."""
     ids, mixed = [0] * 21 + [1] * 19, [i % 2 for i in range(40)]
     for mask in (

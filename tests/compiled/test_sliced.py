@@ -119,7 +119,7 @@ def test_rows_with_nothing_kept_are_exactly_empty() -> None:
     assert all(tensor.isfinite().all() for name, tensor in outputs.items() if name != "lse")
 
 
-def test_what_was_never_written_is_never_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritten_parts_are_never_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Panels are not cleared: what an earlier one left in tiles that nothing keeps must not
     matter, even where it is not a number."""
     problem = AttentionProblem.parse("b1 hq2 hkv1 q300 kv300 d16 fp16 causal&window(60,0)")

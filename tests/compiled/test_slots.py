@@ -31,7 +31,7 @@ def cache(heads: int, dims: tuple[int, int], page: int, layout: str) -> list[tor
 
 
 @pytest.mark.parametrize("heads, dims, page, dtype, layout", CASES)
-def test_slots_hold_what_pytorch_writes(
+def test_slots_equal_those_that_pytorch_writes(
     heads: int,
     dims: tuple[int, int],
     page: int,
@@ -95,7 +95,7 @@ def test_padded_batches() -> None:
                 assert torch.equal(row, x[request, :, token])
 
 
-def test_values_that_lie_in_keys_are_what_stays() -> None:
+def test_values_in_keys_win_over_keys() -> None:
     pages = torch.randn(6, 8, 1, 48)
     k, v = torch.randn(2, 4, 1, 48)
     write_slots(k, v[..., :32], pages, pages[..., :32], torch.tensor([5, -1, 40, 0]))

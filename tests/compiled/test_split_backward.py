@@ -182,7 +182,7 @@ def moves_what_the_model_says(
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_bytes_are_what_the_model_says(mask: str) -> None:
+def test_bytes_equal_the_model(mask: str) -> None:
     i = MASKS.index(mask)
     configs = backward("split_backward", length=16 << i % 3, stays=16 << i % 2, rows=1 << i % 4)
     for lengths in ("q100 kv100", "q9 kv100", "q64 kv33", "q33 kv64"):

@@ -147,7 +147,7 @@ MASKS = [
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_bytes_are_what_the_model_says(mask: str) -> None:
+def test_bytes_equal_the_model(mask: str) -> None:
     i = MASKS.index(mask)
     for lengths in ("q100 kv100", "q1 kv100", "q64 kv33", "q33 kv64"):
         problem = AttentionProblem.parse(f"b1 hq4 hkv2 {lengths} d16/32 fp16 {mask}")

@@ -52,7 +52,7 @@ def bound(
 
 @pytest.mark.parametrize("window", [None, (60, -1)])
 @pytest.mark.parametrize("kernel", ["fwd", "fwd_split", "bwd_dkdv", "bwd_dq"])
-def test_bytes_are_what_the_model_says(kernel: Kernel, window: tuple[int, int] | None) -> None:
+def test_bytes_equal_the_model(kernel: Kernel, window: tuple[int, int] | None) -> None:
     """The table is read in the tiles that it cuts, and nowhere else."""
     mask = tilegen.tree(tilegen.ancestors(PARENTS).expand(2, WIDTH, WIDTH))
     if window is not None:

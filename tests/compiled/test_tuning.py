@@ -71,7 +71,7 @@ def named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_turns.InTurns, "_run", run)
 
 
-def test_calls_use_what_was_tuned(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_use_the_tuned_config(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = chosen()
     assert before["fwd"][1] == "model"
     task = KernelTask.of("fwd", PROBLEM, current_cpu())

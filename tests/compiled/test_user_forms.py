@@ -27,7 +27,7 @@ PROBLEM = AttentionProblem.parse(f"b{BATCH} hq{HEADS} hkv1 q{SEQLEN_Q} kv{SEQLEN
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_a_mask_keeps_what_pytorch_keeps(name: str) -> None:
+def test_a_mask_keeps_the_same_pairs_as_pytorch(name: str) -> None:
     """Kernels, tile lists and the reference agree with the function itself."""
     expected = pairs(MASKS[name])
     assert expected.any()
@@ -44,7 +44,7 @@ def test_a_mask_keeps_what_pytorch_keeps(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SCORES)
-def test_a_score_is_what_pytorch_computes(name: str) -> None:
+def test_a_score_equals_pytorchs(name: str) -> None:
     """The reference itself is compared with the function, called pair by pair."""
     made, inputs = score(SCORES[name]), make_inputs(PROBLEM)
     problem = replace(PROBLEM, mask=causal(), score=made.form)

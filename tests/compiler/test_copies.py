@@ -128,7 +128,7 @@ def test_the_number_of_chunks_follows_from_programs_and_memory() -> None:
         assert taken <= max(64 * mib, size)
 
 
-def test_memory_of_copies_is_what_the_rule_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_copies_follows_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
     empty = np.empty
 

@@ -108,7 +108,7 @@ def test_scratch_grows_and_belongs_to_a_python_thread() -> None:
     assert threads.scratch(1 << 20) % 64 == 0
 
 
-def test_what_a_caller_gives_to_be_written_may_not_overlap() -> None:
+def test_a_callers_output_tensors_may_not_overlap() -> None:
     """A kernel that writes only what its launch allocates is launched by addresses, without a look
     at them; this one writes what it is given."""
     problem = AttentionProblem.parse("hq2 q32 kv64 d32 fp32 full")

@@ -200,7 +200,7 @@ def test_a_pass_sums_up_its_kernels(text: str, direction: Direction) -> None:
     "name, forward, backward",
     [("t4", 443, 355), ("a100", 507, 407), ("h200", 545, 437), ("b200", 674, 540)],
 )
-def test_regimes_are_said_in_words_and_bytes(name: str, forward: int, backward: int) -> None:
+def test_regimes_are_given_in_words_and_bytes(name: str, forward: int, backward: int) -> None:
     """The head dims are those derived from the schedules' constants, by hand and independently."""
     for direction, head_dim in zip(DIRECTIONS, (forward, backward), strict=True):
         regime = told_of_pass(LARGE, direction, gpu(name))["regime"]
@@ -257,7 +257,7 @@ def test_other_masks_are_those_that_the_problem_has_not() -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_the_next_best_are_slower_and_it_is_said_why(kernel: Kernel) -> None:
+def test_the_next_best_are_slower_with_the_reason(kernel: Kernel) -> None:
     problem = parse(SMALL)
     ranked = propose(KernelTask.of(kernel, problem, H200), top=4)
     others = told(SMALL, kernel)["next_best"]
@@ -309,7 +309,7 @@ def test_a_config_that_cannot_fit_has_no_time(name: str, needs: str) -> None:
 
 
 @pytest.mark.parametrize("text", [LARGE, SMALL])
-def test_the_text_says_what_the_json_says(text: str) -> None:
+def test_the_text_and_the_json_agree(text: str) -> None:
     explained = json.loads(run(text, "--gpu", "a100", "--json"))
     shown = run(text, "--gpu", "a100")
     assert shown.splitlines() == [
@@ -338,7 +338,7 @@ def test_one_kernel_alone_is_explained_without_its_pass() -> None:
     assert not any("families" in line for line in shown)
 
 
-def test_another_fast_memory_is_said_and_changes_the_bound() -> None:
+def test_another_fast_memory_is_shown_and_changes_the_bound() -> None:
     shown = run(LARGE, "--gpu", "h200", "--fast-memory", "48KiB", "--kernel", "fwd")
     assert "on h200 with 48 KiB of shared memory" in shown
     (small,) = json.loads(

@@ -51,7 +51,7 @@ def test_real_tiles_lie_above_the_best_ones() -> None:
         assert cost.read_bytes + cost.write_bytes >= best
 
 
-def test_curves_count_what_tiles_visit_under_a_mask() -> None:
+def test_curves_count_visited_tiles_under_a_mask() -> None:
     """A tile of B_r rows meets B_r + 255 keys of a window, not its share of the kept entries."""
     problem = parse("hq8 hkv2 q8192 d128 bf16 window(255,0)")
     actual = curves(problem, H200, "forward")

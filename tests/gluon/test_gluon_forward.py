@@ -96,7 +96,7 @@ def test_every_schedule_of_two_tiles() -> None:
     assert EverySchedule().each(run) > 500
 
 
-def test_every_schedule_finds_what_may_hang() -> None:
+def test_every_schedule_finds_possible_deadlocks() -> None:
     """Consumers that let each other go in turn hang where one of them comes first."""
     broken = next(one for one in BREAKS if one.name == "values not let go")
     source = broken.of(SMALL.source(TRITON))

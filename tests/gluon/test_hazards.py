@@ -80,7 +80,9 @@ def of(*lines: str) -> list[tuple[int, int, str]]:
         ("IMAD.WIDE R6, R9, 4, R10", [(1, 6, "writes an operand"), (1, 7, "writes an operand")]),
     ],
 )
-def test_what_touches_a_product_in_flight(line: str, results: list[tuple[int, int, str]]) -> None:
+def test_instructions_that_touch_a_product_in_flight(
+    line: str, results: list[tuple[int, int, str]]
+) -> None:
     assert of(PRODUCT, line) == results
     assert of(PRODUCT, "WARPGROUP.DEPBAR.LE gsb0, 0x0", line) == []
 

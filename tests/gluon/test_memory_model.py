@@ -307,7 +307,7 @@ def test_conversions_round_as_pytorch_does(name: str, dtype: torch.dtype) -> Non
     assert np.array_equal(rounded(x.numpy(), kind), x.to(dtype).float().numpy())
 
 
-def test_what_is_no_number_stays_so_through_maxima() -> None:
+def test_nan_passes_through_maxima() -> None:
     from tests.gluon.memory_model.modules import modules
 
     gl: Any = modules(lambda one: one)["triton.experimental.gluon.language"]
@@ -326,7 +326,7 @@ def test_what_is_no_number_stays_so_through_maxima() -> None:
         ("tma.async_load(x_desc, [0, 0], ready, smem, multicast=True)", "multicast"),
     ],
 )
-def test_what_it_does_not_know_it_refuses_by_name(line: str, says: str) -> None:
+def test_unknown_operations_are_refused_by_name(line: str, says: str) -> None:
     text = changed(source(PRODUCTS), "    gl.store(", f"    {line}\n    gl.store(")
     with pytest.raises((NotModelled, AttributeError), match=says):
         run(text, rows_of(64))

@@ -84,7 +84,7 @@ def test_calls_over_pages_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (layouts.measured(step, layout) or 0) > 0, layout
 
 
-def test_what_is_profiled_runs(spec: GpuSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profiled_programs_run(spec: GpuSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every family, of both passes, and every way to add."""
     small = AttentionProblem.parse("b1 hq2 hkv2 q64 kv64 d64 bf16 full")
     forward = experiments._families("E3", small, "forward", spec)

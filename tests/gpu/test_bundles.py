@@ -62,9 +62,7 @@ def test_served_results_keep_the_rule(problem: AttentionProblem, bundle: Bundle)
         assert verdict.ok, verdict.detail
 
 
-def test_the_cubins_compute_what_triton_compiles(
-    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cubins_agree_with_triton(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     """Same source, same config: same bits."""
     inputs = make_inputs(CAUSAL)
     q, k, v = inputs.q, inputs.k, inputs.v

@@ -99,7 +99,7 @@ def test_tensors_that_kernels_cannot_address_are_copied(module: Any) -> None:
     assert torch.equal(module.attention(odd, columns, v, mask="causal"), expected)
 
 
-def test_what_the_table_lacks_is_refused_in_one_line(module: Any) -> None:
+def test_problems_outside_the_table_are_refused_in_one_line(module: Any) -> None:
     q, k, v = (one.detach() for one in qkv(2))
     with pytest.raises(ValueError, match=r"one of the 3 problems in table\.json.*mask full"):
         module.attention(q, k, v)

@@ -72,7 +72,7 @@ def _operators(x_ptr, i_ptr, out_ptr, n: tl.constexpr):  # noqa: ANN001, ANN202
     tl.store(out + 16 * n, i % 3 + wide % -5 + 100 % (i | 1))
 
 
-def test_operators_give_what_triton_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_agree_with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is remembered from the first program, where nothing is awkward, serves the second."""
     inf = float("inf")
     x = torch.tensor([[1.0] * 8, [0.0, -0.0, 1.5, -2.0, inf, -inf, inf - inf, 16777216.0]])

@@ -102,7 +102,7 @@ def test_every_form_of_score(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_bytes_are_what_the_model_says(name: str) -> None:
+def test_bytes_equal_the_model(name: str) -> None:
     """As builds that count have it, which are held to the same model."""
     text, configs = FAMILIES[name]
     problem = AttentionProblem.parse(text)

@@ -43,7 +43,7 @@ def environment(cache: Path, **more: str) -> dict[str, str]:
     return {**os.environ, "TILEGEN_CACHE_DIR": str(cache), **more}
 
 
-def test_processes_in_any_order_with_any_clock_choose_alike(tmp_path: Path) -> None:
+def test_processes_in_any_order_with_any_clock_make_the_same_choice(tmp_path: Path) -> None:
     tied = [TileConfig.parse(text) for text in ("m128n64w8s3", "m64n64w4s2", "m64n128w4s3")]
     shared = tmp_path / "shared"
     for n, config in enumerate(tied):  # equal measurements of three machines
@@ -182,7 +182,7 @@ def ranks_say(folder: Path, jobs: list[list[str]], **more: str) -> list[object]:
     return [json.loads(text.splitlines()[-1]) for text in said]
 
 
-def test_all_ranks_take_what_rank_0_has(tmp_path: Path) -> None:
+def test_all_ranks_use_the_configs_of_rank_0(tmp_path: Path) -> None:
     for rank, text in enumerate(("m64n64w4s2", "m128n64w8s3", "m128n128w8s2")):
         place(tmp_path / f"own{rank}", record(config=TileConfig.parse(text)))
     ragged = KEY.replace("q4096", "q4000")
@@ -193,13 +193,13 @@ def test_all_ranks_take_what_rank_0_has(tmp_path: Path) -> None:
     assert others == [first, first]
 
 
-def test_ranks_that_differ_are_told_so_on_all_of_them(tmp_path: Path) -> None:
+def test_different_ranks_fail_on_all_of_them(tmp_path: Path) -> None:
     jobs = [["h200", KEY], ["a100", KEY], ["h200", "hq8 q512 d64 bf16"]]
     said = ranks_say(tmp_path, jobs)
     assert all("expected one tilegen version, GPU model and list" in str(one) for one in said)
 
 
-def test_what_stops_rank_0_stops_all(tmp_path: Path) -> None:
+def test_an_error_on_rank_0_stops_all_ranks(tmp_path: Path) -> None:
     said = ranks_say(tmp_path, [["h200", KEY]] * 2, TILEGEN_CACHE_PATH=str(tmp_path / "none"))
     assert said[0] == said[1]
     assert "rank 0 could not choose: expected record location" in str(said[0])

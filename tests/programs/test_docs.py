@@ -43,9 +43,7 @@ def blocks(language: str, page: str = README) -> list[str]:
     [README, TOUR, CALLS, CLI, MASKS, INTEGRATIONS],
     ids=["readme", "tour", "calls", "cli", "masks", "integrations"],
 )
-def test_python_blocks_run_and_print_what_is_shown(
-    page: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_python_blocks_print_as_shown(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TILEGEN_CPU")  # they run kernels, as users see them
     code, shown = blocks("python", page), blocks("text", page)
     assert len(code) == len(shown)

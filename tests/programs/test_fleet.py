@@ -133,7 +133,7 @@ def test_a_worker_leaves_a_server_that_is_gone_at_the_first_ctrl_c(
 
 
 @pytest.mark.parametrize("wrong", ["no such database", "no such user", "no right"])
-def test_what_waiting_does_not_help_ends_at_once(
+def test_permanent_errors_end_at_once(
     wrong: str, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def wait(_: float) -> NoReturn:

@@ -55,7 +55,7 @@ def _terminated_as_interrupted() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_terminated_as_interrupted")
 @pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
-def test_a_worker_that_is_asked_to_end_puts_back_what_it_has_claimed(
+def test_a_terminated_worker_releases_its_claims(
     opened: Any, tmp_path: Path, stop: signal.Signals
 ) -> None:
     class Stopped(Machine):
@@ -72,7 +72,7 @@ def test_a_worker_that_is_asked_to_end_puts_back_what_it_has_claimed(
 
 @pytest.mark.usefixtures("_terminated_as_interrupted")
 @pytest.mark.parametrize("fault", ["away", "hanging"])
-def test_a_worker_that_is_asked_to_end_waits_for_no_storage(
+def test_a_terminated_worker_does_not_wait_for_its_storage(
     fault: str,
     opened: Any,
     tmp_path: Path,

@@ -90,7 +90,7 @@ def test_only_who_made_the_study_fills_it_unless_he_died_of_it(storage: Any) -> 
     assert taken(mine).config == FEW[0]
 
 
-def test_what_is_put_in_twice_is_measured_once(storage: Any) -> None:
+def test_a_config_enqueued_twice_is_measured_once(storage: Any) -> None:
     mine = queue(storage)
     mine.ready(FEW)
     mine._put(FEW[0].key)
@@ -157,7 +157,7 @@ def worker(storage: Any, machine: Any) -> Worker:
     return Worker(storage, machine, trials=4, stale_seconds=STALE)
 
 
-def test_what_is_claimed_is_put_back_when_a_worker_fails(storage: Any, tmp_path: Path) -> None:
+def test_claims_are_released_when_a_worker_fails(storage: Any, tmp_path: Path) -> None:
     class Lost(Machine):
         def _measure(self, config: TileConfig) -> Measurement:
             if self._replay.measured:

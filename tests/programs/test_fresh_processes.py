@@ -153,7 +153,7 @@ def test_scores_that_read_tensors_are_verified() -> None:
     assert all(check["ok"] for check in checks)
 
 
-def test_what_is_logged_is_one_line_in_a_file_and_names_the_gpu_of_a_plan() -> None:
+def test_log_lines_in_a_file_name_the_gpu_of_a_plan() -> None:
     """Without a GPU `tune --dry-run` plans for another's; a file has no width to fold lines at."""
     code = "from tilegen.cli.main import main; main()"
     asked = ["tune", PROBLEM, "--kernel", "bwd_preprocess", "--dry-run"]

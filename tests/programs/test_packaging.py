@@ -132,7 +132,7 @@ def test_editable_install_finds_its_data(tmp_path: Path) -> None:
     assert data == data_listing()
 
 
-def test_metadata_states_what_is_required(wheel: Path) -> None:
+def test_metadata_states_the_requirements(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
         metadata = HeaderParser().parsestr(archive.read(name).decode())

@@ -73,7 +73,7 @@ def test_a_binary_that_waits_for_each_product_is_refused_whatever_it_spills() ->
     assert objection(waiting, H200) == "0 bytes spilled, and each matrix product is waited for"
 
 
-def test_machine_code_ranks_what_was_compiled() -> None:
+def test_machine_code_ranks_compiled_configs() -> None:
     config = TileConfig.parse("m64n128w8s2")
     tiled = Tiled.of("bwd_dkdv", PROBLEM, H200, config)
 
@@ -95,7 +95,7 @@ def test_a_binary_has_to_exist_and_fit() -> None:
     assert acceptable(used(shared_bytes=H200.smem_per_block), H200)
 
 
-def test_predicted_spills_are_what_registers_lack() -> None:
+def test_predicted_spills_are_the_missing_registers() -> None:
     known = {"smem_bytes": 0, "columns": 0, "max_registers": 255}
     assert Footprint(registers=255, **known).spill_bytes == 0
     assert Footprint(registers=256, **known).spill_bytes == 4
@@ -105,7 +105,7 @@ def test_predicted_spills_are_what_registers_lack() -> None:
     assert Footprint(registers=surely, **known).surely_spills
 
 
-def test_what_spills_more_takes_longer() -> None:
+def test_more_spills_take_longer() -> None:
     config = TileConfig.parse("m64n128w8s2")
     tiled = Tiled.of("bwd_dkdv", PROBLEM, H200, config)
     needs = footprint(tiled)
@@ -142,7 +142,7 @@ def hopeful() -> list[Candidate]:
     return by_lower_bound(KernelTask.of("bwd_dq", PROBLEM, H200), top=MAX_COMPILES)
 
 
-def test_a_call_takes_what_is_fastest_as_compiled(
+def test_a_call_takes_the_fastest_config_as_compiled(
     compiled: dict[TileConfig, int | None],
 ) -> None:
     """Candidates come in the order of their times without spilling; a spill is then added."""
@@ -199,7 +199,7 @@ def test_a_tile_that_is_slower_as_compiled_is_not_compiled_with_other_stages() -
     assert asked == [stages[0], stages[3]]
 
 
-def test_what_spills_a_little_is_taken_if_it_is_still_the_fastest(
+def test_kernels_that_spill_a_little_are_chosen_if_fastest(
     compiled: dict[TileConfig, int | None],
 ) -> None:
     ranked = hopeful()

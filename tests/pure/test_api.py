@@ -115,9 +115,7 @@ def test_explanations_and_listings_are_of_the_tile_that_a_call_launches() -> Non
     assert told["choice"] == ""
 
 
-def test_generate_hands_over_what_the_bundle_holds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_generate_returns_the_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
     def nothing_built(problems: Any, gpus: Any, out: Path, **options: Any) -> Path:

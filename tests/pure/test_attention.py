@@ -167,7 +167,7 @@ def test_configs_and_names_of_the_package() -> None:
     assert isinstance(InvalidProblem("x"), ValueError)
 
 
-def test_what_a_score_reads_in_vain_gets_gradients_of_zero() -> None:
+def test_tensors_without_effect_on_a_score_get_zero_gradients() -> None:
     """As PyTorch gives it: `0 * t[q]` is part of the function, though no kernel computes it."""
     q, k, v = (torch.randn(1, 1, 8, 16) for _ in range(3))
     made, gone, kept = (torch.randn(8, requires_grad=True) for _ in range(3))

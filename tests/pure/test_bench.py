@@ -81,7 +81,7 @@ def test_other_kernels_that_fail_are_not_held_against_a_config(
 
 
 @pytest.mark.parametrize("kernel", LARGE_CACHE)
-def test_real_check_maps_what_a_kernel_raises(
+def test_real_check_maps_errors_of_a_kernel(
     kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def explode(_: Any, configs: dict[str, TileConfig], device: None) -> tuple[Check, ...]:

@@ -171,7 +171,7 @@ def given_to(kernel: Kernel, *, heads_inside: bool = False) -> tuple[Any, ...]:
 @pytest.mark.parametrize("heads_inside", [False, True], ids=["rows inside", "heads inside"])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_the_driver_reads_what_the_emitted_launch_passes(
+def test_the_driver_gets_the_arguments_of_the_emitted_launch(
     kernel: Kernel, case: str, heads_inside: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mask, score = CASES[case]
@@ -278,7 +278,7 @@ def forward(compiled: Any, **changed: Any) -> Launcher:
 
 
 @pytest.mark.usefixtures("no_driver")
-def test_a_plan_keeps_what_strides_determine_and_nothing_else() -> None:
+def test_a_plan_keeps_only_facts_that_strides_determine() -> None:
     compiled = Compiled()
     launch = forward(compiled).launch
     dense = tensor(1, 2, 64, 64)
@@ -313,7 +313,7 @@ def test_hooks_of_profilers_are_called() -> None:
     assert compiled.told == [silent, ("grid (2, 1, 1)", enter, leave), silent]
 
 
-def test_what_triton_does_not_offer_is_launched_by_the_emitted_file() -> None:
+def test_other_versions_of_triton_launch_by_the_emitted_file() -> None:
     q = tensor(1, 2, 64, 64)
 
     def gone(*_: Any, **__: Any) -> Any:
@@ -324,7 +324,7 @@ def test_what_triton_does_not_offer_is_launched_by_the_emitted_file() -> None:
         assert [launch(q, q, q, 0.5), launch(q, q, q, 0.5)] == ["emitted", "emitted"]
 
 
-def test_an_argument_that_nobody_knows_is_refused() -> None:
+def test_an_unknown_argument_is_refused() -> None:
     problem = AttentionProblem.parse("hq2 q64 d64 fp16 causal")
     binary = not_compiled(render(problem, CONFIGS["fwd"], "fwd"))
     for name in ("q_offset", "stride_zb", "bias_ptr", "t0_n0"):
@@ -381,7 +381,7 @@ def test_dimensions_of_size_1_have_no_strides(sizes: tuple[int, int, int], strid
         assert [launched[0][f"stride_{letter}{one}"] for one in ("b", "h", row)] == expected
 
 
-def test_results_are_allocated_alike_where_pytorch_offers_less(
+def test_results_are_allocated_equally_without_pytorchs_fast_functions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: Any = (2, 3, 5, 16), (240, 16, 48, 1), torch.bfloat16

@@ -82,7 +82,7 @@ def test_any_batch_heads_and_lengths_are_served_by_the_nearest(folder: Path) -> 
         "hq8 hkv2 q512 d64 bf16 causal score(20.0*tanh(0.05*s))",
     ],
 )
-def test_what_it_does_not_have_is_left_to_the_usual_way(text: str, folder: Path) -> None:
+def test_calls_without_a_binary_are_compiled(text: str, folder: Path) -> None:
     assert found(Bundle(folder), text) is None
 
 
@@ -90,7 +90,7 @@ def test_addresses_that_are_not_aligned_are_left_to_the_usual_way(folder: Path) 
     assert found(Bundle(folder), PROBLEMS[0], aligned=False) is None
 
 
-def test_a_forward_does_not_ask_what_is_trained(folder: Path) -> None:
+def test_a_forward_does_not_depend_on_trained_tensors(folder: Path) -> None:
     bundle, fixed = Bundle(folder), PROBLEMS[3].replace("float32+", "float32")
     assert found(bundle, PROBLEMS[3])
     assert found(bundle, fixed) == found(bundle, PROBLEMS[3])
@@ -107,7 +107,7 @@ def test_all_kernels_of_a_family_come_together(folder: Path) -> None:
     ]
 
 
-def test_a_gpu_with_less_shared_memory_is_not_served_what_it_cannot_run(folder: Path) -> None:
+def test_a_gpu_with_less_shared_memory_gets_no_binary_that_does_not_fit(folder: Path) -> None:
     bundle = Bundle(folder)
     files = found(bundle, PROBLEMS[0], spec=gpu("a100"))
     assert files
@@ -118,7 +118,7 @@ def test_a_gpu_with_less_shared_memory_is_not_served_what_it_cannot_run(folder: 
     assert found(bundle, PROBLEMS[0], spec=replace(small, smem_per_block=needs - 1)) is None
 
 
-def test_what_was_made_for_this_architecture_goes_first(tmp_path: Path) -> None:
+def test_binaries_for_this_architecture_come_first(tmp_path: Path) -> None:
     far, near = (AttentionProblem.parse(f"hq8 q{n} d64 bf16 causal") for n in (65536, 512))
     for gpus in (("a100", "rtx3090"), ("rtx3090", "a100")):
         write_bundle([far, near], [gpu(name) for name in gpus], tmp_path)
@@ -155,9 +155,7 @@ def seeing(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     monkeypatch.setattr("tilegen.gpus.spec.detect", lambda index: gpu(names[index]))
 
 
-def test_loading_asks_for_a_gpu_that_it_has_binaries_for(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loading_needs_binaries_for_the_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tilegen.bundles.driver.driver", lambda: None)
     seeing(monkeypatch, "b200", "h200")
     bundle = load_bundle(folder)

@@ -38,7 +38,7 @@ def test_the_lse_of_jagged_tensors_is_nested() -> None:
         torch.testing.assert_close(item[4][None], expected[1])
 
 
-def test_jagged_tensors_must_have_sequences_side_by_side_and_alike() -> None:
+def test_jagged_tensors_must_be_dense_with_equal_lengths() -> None:
     q, k = jagged(), jagged((6, 2, 3))
     for v in (jagged((3, 6, 2)), jagged((6, 2, 4))):
         with pytest.raises(InvalidProblem, match="k and v must have sequences of the same lengths"):
@@ -267,7 +267,7 @@ class ApplyMask(torch.autograd.Function):
         return i, None
 
 
-def test_an_autograd_function_that_marks_what_has_no_gradient() -> None:
+def test_an_autograd_function_that_marks_results_without_gradient() -> None:
     q, k, v = (random(1, 2, 20, 16, seed=seed) for seed in range(3))
 
     def score_mod(s: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -320,7 +320,7 @@ NO_TENSORS = {
 
 
 @pytest.mark.parametrize("name", NO_TENSORS)
-def test_what_is_no_tensor_is_refused_in_a_line(name: str) -> None:
+def test_arguments_that_are_not_tensors_are_refused_in_a_line(name: str) -> None:
     call, message = NO_TENSORS[name]
     with pytest.raises(InvalidProblem, match=message) as caught:
         call()

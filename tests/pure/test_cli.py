@@ -318,7 +318,7 @@ def test_tuning_can_be_planned_without_a_gpu(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_what_the_system_refuses_is_one_line(
+def test_errors_of_the_system_are_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def full() -> None:
@@ -329,7 +329,7 @@ def test_what_the_system_refuses_is_one_line(
     assert line == r"error: '/mnt/a\n\x1b[31m': No space left on device"
 
 
-def test_ctrl_c_is_said_in_a_line(
+def test_ctrl_c_prints_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted() -> None:

@@ -26,7 +26,7 @@ PLACES = [
 
 
 @pytest.mark.parametrize("left", BOUNDS, ids=str)
-def test_what_is_at_most_another_is_so_everywhere(left: Expr) -> None:
+def test_ordered_expressions_are_ordered_everywhere(left: Expr) -> None:
     for right in BOUNDS:
         if is_at_most(left, right):
             assert all(replaced(left, at).value <= replaced(right, at).value for at in PLACES), (
@@ -34,7 +34,7 @@ def test_what_is_at_most_another_is_so_everywhere(left: Expr) -> None:
             )
 
 
-def test_what_is_at_most_another_is_known() -> None:
+def test_ordered_expressions_are_recognised() -> None:
     for left, right in (
         *((FIRST, LAST), (FIRST, LAST + 1), (maximum(0, FIRST - 2), LAST), (0, FIRST)),
         *((minimum(64, LAST + 1, SEQLEN_KV), minimum(LAST + 1, SEQLEN_KV)),),
@@ -43,7 +43,7 @@ def test_what_is_at_most_another_is_known() -> None:
         assert not is_at_most(right, as_expr(left))
 
 
-def test_an_interval_that_may_be_empty_holds_none_that_is_not() -> None:
+def test_an_interval_that_may_be_empty_contains_no_other() -> None:
     guarded, free = Interval(FIRST, LAST, (LAST - 9,)), Interval(FIRST, LAST)
     within = Interval(FIRST + 1, LAST)
     assert outermost([guarded, free]) == [free]

@@ -30,7 +30,7 @@ MADE: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_another_process_and_a_copy_get_what_was_made(name: str) -> None:
+def test_another_process_and_a_copy_get_the_same_kernel(name: str) -> None:
     """A copy in this process crosses into graphs of torch.compile as the original does."""
     made = MADE[name]()
     text = made.text if isinstance(made, Score) else made.stand_in.notation

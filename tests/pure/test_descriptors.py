@@ -69,7 +69,7 @@ def test_rendered(kernel: Kernel, golden: CheckGolden) -> None:
 
 
 @pytest.mark.parametrize("kernel", DESCRIBED)
-def test_only_loads_of_what_passes_differ(kernel: Kernel) -> None:
+def test_only_loads_of_streamed_tiles_differ(kernel: Kernel) -> None:
     plain = render(LLAMA, replace(CONFIG, descriptors=False), kernel).source.splitlines()
     described = render(LLAMA, CONFIG, kernel).source.splitlines()
     for name in KERNELS[kernel].described:
@@ -168,7 +168,7 @@ def test_they_are_proposed_for_tiles_that_would_spill_without(kernel: Kernel) ->
         assert not any(item.config.descriptors for item in every)
 
 
-def test_calls_that_cannot_have_them_ask_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_cannot_use_descriptors_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TILEGEN_CACHE_DIR", "/nowhere")
     assert pipeline.choose(LLAMA, gpu("h200"), "forward")["fwd"].config.descriptors
     for how in ({"aligned": False}, {"describable": False}):
@@ -210,7 +210,7 @@ def test_bundles_have_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert asked == [False]
 
 
-def test_calls_say_what_descriptors_cannot_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_name_strides_that_descriptors_cannot_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     """Expanded keys are another kind of call, with kernels of its own."""
     asked: list[bool] = []
 

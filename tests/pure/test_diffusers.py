@@ -63,7 +63,7 @@ def wan() -> tuple[Any, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("make", [flux, wan])
-def test_models_give_what_they_give_with_native_attention(
+def test_models_agree_with_native_attention(
     make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, inputs = make()
@@ -117,7 +117,7 @@ MASKS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_calls_give_what_native_attention_gives(name: str) -> None:
+def test_calls_agree_with_native_attention(name: str) -> None:
     q, k, v = qkv(2 if name == "fewer heads of keys" else 4)
     expected = native(q, k, v, **MASKS[name])
     with integration.attention():
@@ -139,7 +139,7 @@ def test_lse_is_laid_out_as_diffusers_lays_it_out() -> None:
     torch.testing.assert_close(lse, scores.logsumexp(-1))
 
 
-def test_a_captured_graph_makes_what_it_reads_of_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_captured_graph_builds_the_tables_of_its_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a call before made of the same tensor would stay as it was when the graph replays."""
     dense, padding = torch.randn(2, 1, 5, 5), torch.ones(2, 1, 1, 5, dtype=torch.bool)
     for tensor in (dense, padding):
@@ -157,7 +157,7 @@ def kept_of(mask: torch.Tensor) -> torch.Tensor:
     return dense_mask(actual, 5, 5).reshape(5, 5)
 
 
-def test_what_changes_a_mask_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changes_of_a_mask_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     dropped = torch.full((1, 5, 5), -torch.inf)
     for looked_at in (True, False):  # as on a CPU, and as on a GPU
         monkeypatch.setattr(snapshots, "is_checked", lambda _, seen=looked_at: seen)
@@ -174,7 +174,7 @@ def test_what_changes_a_mask_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not kept_of(mask).any()
 
 
-def test_what_numpy_writes_to_a_mask_is_seen() -> None:
+def test_changes_of_a_mask_by_numpy_are_seen() -> None:
     mask = torch.zeros(1, 5, 5)
     assert kept_of(mask).all()
     mask.numpy()[0, 1] = -np.inf
@@ -197,7 +197,7 @@ def test_nothing_is_left_behind() -> None:
     assert before == (registry.get_active_backend(), set(registry._supports_context_parallel))
 
 
-def test_what_is_not_done_is_refused_in_one_line() -> None:
+def test_unsupported_arguments_are_refused_in_one_line() -> None:
     q, k, v = qkv(4)
     with pytest.raises(Unsupported, match="no context parallelism"):
         integration.backend(q, k, v, _parallel_config=object())

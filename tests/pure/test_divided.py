@@ -39,7 +39,7 @@ ENDS = tilegen.predicate(lambda b, h, q, k: (k < 9) | (k >= 130_000))
     ],
     ids=["full", "window", "several ranges", "invariant", "invariant window"],
 )
-def test_splits_share_what_a_mask_leaves(
+def test_splits_share_the_tiles_that_a_mask_leaves(
     mask: str | tilegen.Mask, programs: int, longest: int
 ) -> None:
     text = f"b1 hq8 hkv1 q1 kv131072 d128 bf16 {mask if isinstance(mask, str) else 'full'} page16"
@@ -51,7 +51,7 @@ def test_splits_share_what_a_mask_leaves(
     assert joined == splits
 
 
-def test_splits_are_alike_where_lengths_are_no_multiple() -> None:
+def test_splits_are_equal_if_lengths_are_no_multiple() -> None:
     """Of 71 tiles, one program has 36 and the other 35, where fixed splits would have 64 and 7."""
     problem = AttentionProblem.parse("b1 hq8 hkv1 q1 kv9000 d128 bf16 full page16")
     for invariant, longest in ((False, 36), (True, 64)):
@@ -60,7 +60,7 @@ def test_splits_are_alike_where_lengths_are_no_multiple() -> None:
         assert (run.programs, run.steps, run.longest) == (2, 71, longest)
 
 
-def test_results_of_a_split_are_small_beside_what_it_reads() -> None:
+def test_results_of_a_split_are_small_beside_its_keys() -> None:
     """Rows of 128 values in fp32, written and read again, 32 times smaller than keys and values;
     where values are columns of the keys, these are read once."""
     for text, config, tiles in (
@@ -118,7 +118,7 @@ def test_an_explanation_says_that_keys_are_divided() -> None:
 # Short requests in a grid for long ones
 
 
-def test_the_table_of_the_repository_is_what_the_model_predicts(tmp_path: Path) -> None:
+def test_the_table_of_the_repository_equals_the_model(tmp_path: Path) -> None:
     path = tmp_path / "capacity.csv"
     capacity.write(path, capacity.rows())
     rows, kept = (own_columns(one, capacity.Row) for one in (path, capacity.OUT))

@@ -44,7 +44,7 @@ def test_philox_gives_its_authors_test_vectors(
     assert [f"{int(word):08x}" for word in value] == expected.split()
 
 
-def test_what_is_drawn_for_a_pair_follows_from_its_place_alone() -> None:
+def test_dropout_of_a_pair_depends_on_its_place_alone() -> None:
     whole = drawn_words(STATE, 2, 3, 40, 50)
     assert whole.unique().numel() >= whole.numel() - 1  # of 2**32: few meet by chance
     assert torch.equal(drawn_words(STATE, 1, 3, 17, 33), whole[:1, :, :17, :33])
@@ -82,7 +82,7 @@ def test_as_many_pairs_are_dropped_as_p_says(p: float) -> None:
 
 
 @pytest.mark.parametrize("p", [0.0, 0.1, 1.0])
-def test_what_stays_makes_up_for_what_is_dropped(p: float) -> None:
+def test_kept_weights_make_up_for_dropped_ones(p: float) -> None:
     factors = Dropout(p, STATE).factors(1, 2, 64, 64)
     kept = 1 / (1 - p) if p < 1 else 0.0
     torch.testing.assert_close(factors, factors.sign() * kept)
@@ -113,7 +113,7 @@ def state_of_a_call() -> torch.Tensor:
     ],
     ids=lambda options: " ".join(options) or "plain",
 )
-def test_a_call_drops_what_its_seed_says_and_its_gradients_do_too(options: dict[str, Any]) -> None:
+def test_a_call_and_its_gradients_drop_by_the_seed(options: dict[str, Any]) -> None:
     q, k, v = made()
     factors = Dropout(0.3, state_of_a_call()).factors(2, 4, 20, 24).float()
     torch.manual_seed(5)
@@ -157,7 +157,7 @@ def test_all_is_dropped_where_p_is_1_as_pytorch_does() -> None:
 
 
 @pytest.mark.parametrize("p", [-0.1, 1.1, float("nan"), "0.1", None, True, torch.ones(1)])
-def test_what_is_no_probability_is_refused_in_one_line(p: Any) -> None:
+def test_invalid_probabilities_are_refused_in_one_line(p: Any) -> None:
     q, k, v = made()
     for call in (tilegen.attention, tilegen.attention_varlen):
         given = (q, k, v) if call is tilegen.attention else (q[0], k[0], v[0], torch.tensor([0, 4]))
@@ -232,7 +232,7 @@ def test_a_problem_that_drops_weights_says_so_last() -> None:
         AttentionProblem.parse(f"{TEXT} dropout dropout")
 
 
-def test_kernels_that_do_not_drop_weights_are_not_asked_to() -> None:
+def test_kernels_without_dropout_are_not_used_for_it() -> None:
     problem = AttentionProblem.parse(f"{TEXT} dropout")
     with two_sweeps.registered():
         assert "does not drop weights" in FORWARD["two_sweeps"].why_not(problem, "sm_90")

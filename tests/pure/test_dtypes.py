@@ -160,7 +160,7 @@ MASKS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_masks_mean_what_create_mask_says(name: str) -> None:
+def test_masks_agree_with_create_mask(name: str) -> None:
     fn = MASKS[name]
     expected = create_mask(lambda b, h, q, k: fn(q, k), None, None, LENGTH, LENGTH, device="cpu")[
         0, 0

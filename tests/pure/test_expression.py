@@ -153,7 +153,7 @@ HOSTILE = [
 ]
 
 
-def test_what_is_no_number_is_pytorchs() -> None:
+def test_nan_is_as_in_pytorch() -> None:
     for text in ("inf-inf", "0*inf", "sqrt(-1)", "inf%2"):
         actual = evaluate(from_text(f"s+({text})"), (), b=0, h=0, q=ZERO, k=ZERO, s=ZERO * 1.0,
                          seqlen_q=1, seqlen_kv=1)  # fmt: skip
@@ -236,7 +236,7 @@ def test_captured_tensors_are_renumbered_and_merged() -> None:
     assert kept[0] is two
 
 
-def test_renaming_keeps_what_a_tensor_holds() -> None:
+def test_renaming_keeps_the_elements_of_a_tensor() -> None:
     renamed = rename(t1(Q) + t2(K), [0, 4, 5])
     assert to_text(renamed) == "t4[q]+t5[k]"
     assert {one.value for one in renamed.loads()} == {(4, "int"), (5, "bool")}

@@ -84,7 +84,7 @@ def test_importing_tilegen_registers_nothing() -> None:
 
 
 @pytest.mark.parametrize("name", HERE)
-def test_overrides_take_what_operators_are_given(name: str) -> None:
+def test_overrides_take_the_arguments_of_operators(name: str) -> None:
     """By position and by name, as PyTorch's schema says it."""
     schema = getattr(torch.ops.aten, name).default._schema
     function = flash_backend.OPERATORS[name]

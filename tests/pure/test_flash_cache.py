@@ -120,7 +120,7 @@ def test_signature_is_that_of_flash_attn() -> None:
         ({"v_cache": torch.zeros(ROOM, 2, HEADS_KV, DIM)}, "as many caches, keys and heads"),
     ],
 )
-def test_what_is_not_done_is_refused(options: dict[str, Any], error: str) -> None:
+def test_unsupported_arguments_are_refused(options: dict[str, Any], error: str) -> None:
     given = {name: random(2, ROOM, HEADS_KV, DIM) for name in ("k_cache", "v_cache")}
     given |= {"q": random(2, 1, HEADS, DIM)} | options
     with pytest.raises((InvalidProblem, Unsupported), match=error):

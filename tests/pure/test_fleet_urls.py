@@ -14,7 +14,7 @@ from tilegen.fleet.storage import StorageAway, open_storage, patiently
 
 
 @pytest.mark.parametrize("form", ["journal:{}", "sqlite:///{}", "sqlite:///{}?timeout=9"])
-def test_looking_at_a_storage_makes_none(form: str, tmp_path: Path) -> None:
+def test_reading_a_storage_does_not_create_it(form: str, tmp_path: Path) -> None:
     """Its file's name may be misspelt, or its folder not mounted."""
     file = tmp_path / "folder" / "trials"
     told = CliRunner().invoke(app, ["fleet", "status", "--storage", form.format(file)])
@@ -37,7 +37,7 @@ def test_passwords_are_not_shown() -> None:
         open_storage("redis://me:secret@db:5432/x")
 
 
-def test_a_storage_that_is_away_is_asked_again_but_not_for_ever() -> None:
+def test_an_unreachable_storage_is_retried_but_not_for_ever() -> None:
     answers: list[Exception | int] = [OSError("refused"), OSError("refused"), 7]
 
     def call() -> int:

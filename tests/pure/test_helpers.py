@@ -35,7 +35,7 @@ def test_parameters_are_the_names_that_are_read_first_those_that_are_returned() 
     assert [one.arg for one in function.args.args] == [*step.parameters, "MASKED"]
 
 
-def test_a_constant_is_a_parameter_only_where_it_is_asked_for() -> None:
+def test_a_constant_is_a_parameter_only_if_read() -> None:
     step = Helper("_twice", "Double x.", "y", "y = 2 * x")
     assert (
         step.definition

@@ -166,7 +166,7 @@ def rename(manifest: dict[str, Any], binary: dict[str, Any], file: str) -> None:
 
 
 @pytest.mark.parametrize("name", NOT_OURS)
-def test_what_this_tilegen_would_not_make_is_refused_in_a_line(
+def test_binaries_of_other_tilegens_are_refused_in_a_line(
     name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     change, message = NOT_OURS[name]

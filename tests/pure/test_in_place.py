@@ -43,7 +43,7 @@ def test_lists_follow_their_tensor(way: str) -> None:
     assert results[0].visited_tiles < after.visited_tiles == 16
 
 
-def test_what_is_compiled_does_not_depend_on_values() -> None:
+def test_compiled_code_does_not_depend_on_values() -> None:
     cu = torch.tensor([0, 30, 31, 70])
     left, other = (packed(cu, tokens=70).stand_in for _ in range(2))
     cu.copy_(torch.tensor([0, 1, 2, 70]))
@@ -52,7 +52,7 @@ def test_what_is_compiled_does_not_depend_on_values() -> None:
     assert same.values[0].origin != equal.values[0].origin  # by what they are, not by what they say
 
 
-def test_values_changed_to_what_is_none_are_refused() -> None:
+def test_values_changed_to_invalid_ones_are_refused() -> None:
     q, k, v = inputs()
     ids, cu, lengths = torch.arange(70) // 9, torch.tensor([0, 9, 70]), torch.tensor([7, 70])
     masks = (tilegen.documents(ids), tilegen.documents(cu_seqlens=cu), tilegen.kv_lengths(lengths))
@@ -62,7 +62,7 @@ def test_values_changed_to_what_is_none_are_refused() -> None:
             tilegen.attention(q, k, v, mask=mask)
 
 
-def test_values_on_a_gpu_are_looked_at_where_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_on_a_gpu_are_checked_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     class OnGpu:
         is_cpu = is_meta = False
 

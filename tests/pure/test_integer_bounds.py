@@ -46,7 +46,7 @@ def _all(name: str, left: list[int], right: list[int]) -> list[int]:
     return [bits_of(name, a, b) for a, b in every]
 
 
-def test_what_is_not_bounded_stays_so() -> None:
+def test_unbounded_values_stay_unbounded() -> None:
     """Bits of numbers of both signs can be any, and so can what is computed with them."""
     unbounded = bits("bitxor", K - Q, Q)
     tile = {Q: Interval(torch.tensor([0]), torch.tensor([1])), K: _single(0)}

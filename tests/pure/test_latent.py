@@ -147,7 +147,7 @@ def test_tiles_of_other_heads_are_ranked_by_their_own_traffic() -> None:
         ("b1 hq128 hkv1 q1 kv131072 d576/512 bf16 latent", "split_kv", 200e-6),
     ],
 )
-def test_what_decoding_takes(text: str, chosen: str, most: float) -> None:
+def test_predicted_times_of_decoding(text: str, chosen: str, most: float) -> None:
     problem = AttentionProblem.parse(text)
     assert family(problem, H200, "forward") == chosen
     kernels = kernels_of(problem, H200, "forward")

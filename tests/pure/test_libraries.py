@@ -67,7 +67,7 @@ def test_a_record_names_its_library_and_reads_back() -> None:
         {"versions": {}},
     ],
 )
-def test_what_a_record_says_is_checked(
+def test_fields_of_a_record_are_checked(
     changed: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     file = save_time()
@@ -189,7 +189,7 @@ def test_a_record_counts_for_the_torch_that_made_it(changed: dict[str, str]) -> 
         ("hq8 q64 d64 bf16 causal score((k-q)*t0[h]+s,float32)", ()),
     ],
 )
-def test_libraries_are_asked_only_where_they_mean_the_same(
+def test_libraries_are_used_only_if_they_mean_the_same(
     text: str, takers: tuple[Backend, ...]
 ) -> None:
     problem = AttentionProblem.parse(text)
@@ -246,7 +246,7 @@ def test_the_fastest_that_is_right_is_recorded(machine: Machine) -> None:
     assert library_record(PROBLEM, SPEC, "backward") is None
 
 
-def test_what_a_library_refuses_is_no_time(machine: Machine) -> None:
+def test_an_error_of_a_library_is_not_a_time(machine: Machine) -> None:
     refused = Measurement(status="launch_failed", message="No available kernel")
     machine({"cudnn": refused, "flash": timed(20.0), "efficient": refused})
     record = tune_libraries(PROBLEM, SPEC, "backward")

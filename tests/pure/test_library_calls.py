@@ -106,7 +106,7 @@ def test_calls_of_the_bucket_that_mean_something_else_go_to_the_kernels(
         assert len(driver.launches) == 2
 
 
-def test_the_gradient_of_lse_is_not_asked_of_a_library(measured: None, cpu_flash: None) -> None:
+def test_the_gradient_of_lse_is_not_computed_by_a_library(measured: None, cpu_flash: None) -> None:
     for direction in FAMILIES:
         save_time(1.0, direction)
     q = torch.zeros(1, 2, 64, 16, dtype=torch.bfloat16, requires_grad=True)
@@ -116,7 +116,7 @@ def test_the_gradient_of_lse_is_not_asked_of_a_library(measured: None, cpu_flash
     assert len(driver.launches) == 3
 
 
-def test_a_refusal_is_said_once_and_computed_all_the_same(
+def test_a_failed_library_warns_once_and_the_call_is_computed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     asked: list[int] = []
@@ -212,7 +212,7 @@ def test_the_check_finds_wrong_results(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("rows", [64, 70])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_operators_take_what_they_are_given(backend: Backend, rows: int) -> None:
+def test_operators_use_their_arguments(backend: Backend, rows: int) -> None:
     """By their schemas and shapes, on tensors without data."""
     made = {"dtype": torch.bfloat16, "device": "meta"}
     q, k, v, dout = (torch.empty(2, 4, rows, 64, **made) for _ in range(4))

@@ -109,7 +109,7 @@ GROWING = {"as the length": (board, 4.0), "not": (near_board, 1.0), "slower": (f
 
 @pytest.mark.parametrize("side", ["rows", "columns"])
 @pytest.mark.parametrize("name", GROWING)
-def test_tiles_beyond_what_is_counted_grow_as_they_did_before(name: str, side: Side) -> None:
+def test_tiles_beyond_the_counted_lengths_are_extrapolated(name: str, side: Side) -> None:
     function, growth = GROWING[name]
     mask = tilegen.predicate(function)
     assert not is_solved(mask, side)

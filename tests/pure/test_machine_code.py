@@ -65,7 +65,7 @@ FORWARD = sass(
 )
 
 
-def test_a_loop_is_what_its_jumps_make_of_it() -> None:
+def test_a_loop_follows_from_its_jumps() -> None:
     code = read(FORWARD, warps=8)
     inner, spin = [one for one in code.loops if one.products], code.loops[-1]
     assert len(inner) == 1
@@ -89,7 +89,7 @@ def test_instructions_bytes_and_products_are_counted() -> None:
     assert loop.local_share == pytest.approx(1 / 33)
 
 
-def test_what_stands_between_a_wait_and_the_next_product_is_exposed() -> None:
+def test_instructions_between_a_wait_and_the_next_product_are_exposed() -> None:
     (loop,) = [one for one in read(FORWARD, warps=8).loops if one.products]
     assert loop.waits == (0,)
     assert not loop.serialized
@@ -127,7 +127,7 @@ def test_a_step_is_found_by_its_multiply_adds() -> None:
     assert code.step(2 * whole) is None
 
 
-def test_what_is_spilled_outside_of_loops_is_of_the_program() -> None:
+def test_spills_outside_loops_belong_to_the_program() -> None:
     spilled = ["STL.64 [R1+0x8], R4 ;", "STL [R1+0x4], R5 ;", *["LDL.LU.128 R4, [R1] ;"] * 2]
     loop = [".L_x_0:", "LDL.64 R4, [R1] ;", PV, "@P0| BRA `(.L_x_0) ;"]
     step = step_of(read(sass(*spilled, *loop, "EXIT ;"), warps=4), 64 * 128 * 16)

@@ -285,7 +285,7 @@ def test_masks_that_need_lists_are_exact(
     ways=st.lists(st.sampled_from("&|~"), min_size=3, max_size=3),
     **WHERE,
 )
-def test_functions_mean_what_they_compute(
+def test_functions_are_traced_as_computed(
     coefficients: list[tuple[int, int, int]],
     ways: list[str],
     seqlen_q: int,

@@ -155,6 +155,6 @@ def test_windows_are_validated() -> None:
 _MOD = Form("mod", lambda at, side: at.q % 3 <= at.k)
 
 
-def test_what_the_compiler_cannot_solve_is_named() -> None:
+def test_masks_that_cannot_be_solved_are_named() -> None:
     with pytest.raises(Unsupported, match="the term q%3"):
         stream_sets(Mask.of(_MOD), "rows")

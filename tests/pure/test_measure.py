@@ -80,7 +80,7 @@ def test_times_are_kept_to_the_nanosecond() -> None:
 
 
 @pytest.mark.parametrize("times", [[], [1.0, 0.0], [-1.0], [float("nan")], [float("inf")]])
-def test_what_is_no_time_is_a_failure(times: list[float]) -> None:
+def test_invalid_times_are_failures(times: list[float]) -> None:
     actual = summarise(times)
     assert actual.status == "launch_failed"
     assert "expected times above 0 us" in actual.message
@@ -103,7 +103,7 @@ def test_fast_launches_stop_at_the_largest_number() -> None:
     assert max(timer.batches) == measure_module.MAX_BATCH
 
 
-def test_slow_launches_run_as_often_as_asked_then_stop() -> None:
+def test_slow_launches_run_the_requested_times_then_stop() -> None:
     timer = Recorded([10.0], sleep=0.03)
     measurement = measure(lambda: None, min_repeats=8, seconds=0.2, timer=timer)
     assert 8 <= measurement.repeats <= 12

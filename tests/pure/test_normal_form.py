@@ -62,7 +62,7 @@ def looked_up(problem: AttentionProblem, monkeypatch: pytest.MonkeyPatch) -> Att
 
 
 @pytest.mark.parametrize("text", DILATED)
-def test_what_tuning_writes_is_what_a_call_looks_up(
+def test_calls_look_up_the_records_of_tuning(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path))
@@ -81,7 +81,7 @@ def test_what_tuning_writes_is_what_a_call_looks_up(
     assert {job.problem for job in jobs_of([problem], H200)} == {bucket}
 
 
-def test_what_a_bundle_serves_is_what_a_call_asks_for(
+def test_a_bundle_serves_the_problem_of_a_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem = PARSE(DILATED[5])
@@ -109,7 +109,7 @@ def test_lengths_of_a_bucket_share_its_record() -> None:
     assert keys == {"b4 hq2 hkv2 q32 kv32 d16 fp32 kv_prefix(@b:32)"}
 
 
-def test_the_model_is_asked_about_the_normal_form() -> None:
+def test_the_model_uses_the_normal_form() -> None:
     problem = PARSE(LAYER)
     normal = PARSE("b4 hq16 hkv16 q8192 kv8192 d64 bf16 window(1023,0)")
     config = TileConfig.parse("m128n64w8s3")
@@ -132,7 +132,7 @@ def test_the_catalogue_tunes_no_key_that_no_call_looks_up() -> None:
 
 
 @pytest.mark.parametrize("command", [("propose",), ("explain", "--kernel", "fwd")])
-def test_commands_say_what_a_mask_was_rewritten_to(
+def test_commands_show_the_rewritten_mask(
     command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Passes are not shown for one kernel, and to explain them takes seconds.

@@ -43,7 +43,7 @@ def of(digest: str, us: float = 100.0) -> Measurement:
     return replace(timed(us), digest=digest)
 
 
-def test_records_keep_the_digest_and_older_ones_have_none() -> None:
+def test_records_keep_the_digest_if_they_have_it() -> None:
     kept = record(measurement=of(f"{ONE} {OTHER}"))
     assert TuningRecord.from_json(kept.to_json()) == kept
     assert "digest" not in json.loads(RECORD.to_json())["measurement"]

@@ -53,7 +53,7 @@ def dense(given: dict[str, Any], i: int, rows: torch.Tensor, **options: Any) -> 
 
 
 @pytest.mark.parametrize("mask", [None, BOTTOM, BOTTOM & tilegen.sliding_window(9, 0)])
-def test_requests_are_what_attention_gives_of_each(mask: tilegen.Mask | None) -> None:
+def test_requests_equal_separate_attention(mask: tilegen.Mask | None) -> None:
     given = call()
     out, lse = tilegen.attention_paged(**given, mask=mask, return_lse=True)
     assert out.shape == (3, 4, 2, 24)
@@ -141,7 +141,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_does_not_fit_together_is_refused(name: str) -> None:
+def test_arguments_that_do_not_fit_together_are_refused(name: str) -> None:
     changes, error = WRONG[name]
     tilegen.attention_paged(**call())  # elements are checked for a plan that exists, too
     with pytest.raises(TilegenError, match=error) as raised:
@@ -297,7 +297,9 @@ def test_pages_have_kernels_of_their_own() -> None:
         ("~block_sparse(@bh:50,16)&~causal", "from the diagonal"),
     ],
 )
-def test_masks_of_lists_visit_what_the_rest_of_them_leaves(mask: str, visited: str) -> None:
+def test_listed_masks_visit_the_tiles_that_their_closed_forms_leave(
+    mask: str, visited: str
+) -> None:
     """No pair is lost, and none is taken for kept that is dropped."""
     listed = AttentionProblem.parse(f"hq32 hkv8 q40 kv100 d128 bf16 {mask} page16")
     normal = listed.normal()

@@ -110,7 +110,7 @@ def test_a_family_is_not_left_for_one_that_the_model_ranks_behind_it() -> None:
     assert pipeline.choose(LARGE, H200, "forward")["fwd"].source.endswith("borrowed from h100")
 
 
-def test_what_all_ranks_agreed_on_is_a_family_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_agree_on_a_family_too(monkeypatch: pytest.MonkeyPatch) -> None:
     table = {
         ("h200", kernel, LARGE.bucket.key): config_of(kernel)
         for kernel in FAMILIES["forward"]["small_cache"].names
@@ -164,9 +164,7 @@ def test_a_record_of_a_large_cache_problem_is_found_without_the_model(tmp_path: 
 # Callers
 
 
-def test_every_caller_takes_what_the_one_chooser_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_caller_uses_the_same_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls, bundles, ranks and commands: the fastest measured family, its recorded configs."""
     for kernel, us in (("fwd", 900.0), ("fwd_scores", 100.0), ("fwd_values", 100.0)):
         measured(LARGE, kernel, us)

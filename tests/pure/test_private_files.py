@@ -142,7 +142,7 @@ def a_folder(path: Path) -> None:
 
 
 @pytest.mark.parametrize("put", [a_pipe, a_folder])
-def test_what_is_no_file_is_not_waited_for(kernel: Path, put: Callable[[Path], None]) -> None:
+def test_pipes_and_devices_do_not_block(kernel: Path, put: Callable[[Path], None]) -> None:
     put(kernel)
     with pytest.raises(NotPrivate, match="not a regular file"):
         read_private(kernel)
@@ -153,7 +153,7 @@ def test_folders_where_only_owners_rename_are_in_order(kernel: Path) -> None:
     assert imports_the_file()
 
 
-def test_below_a_closed_folder_nobody_else_can_write(kernel: Path) -> None:
+def test_below_a_closed_folder_no_other_user_can_write(kernel: Path) -> None:
     kernel.parents[0].chmod(0o777)
     kernel.parents[1].chmod(0o700)
     assert imports_the_file()
@@ -179,7 +179,7 @@ def test_the_group_of_one_user_alone_is_in_order(
         assert imports_the_file() == is_own
 
 
-def test_what_is_missing_is_in_order(tmp_path: Path) -> None:
+def test_missing_files_are_accepted(tmp_path: Path) -> None:
     check_private(tmp_path / "a" / "b" / "c")
     assert read_private(tmp_path / "a" / "b" / "c") is None
 

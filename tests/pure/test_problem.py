@@ -147,7 +147,7 @@ def test_fields_are_checked() -> None:
         AttentionProblem(**{**good, "seqlen_q": 4.0}, **dims, dtype="fp16")  # type: ignore[arg-type]
 
 
-def test_the_table_of_problems_has_what_is_awkward() -> None:
+def test_the_table_of_problems_has_awkward_sizes() -> None:
     assert {1, 63, 200, 1023} <= {problem.seqlen_q for problem in PROBLEMS}
     assert {1, 4} <= {problem.group_size for problem in PROBLEMS}
     assert {60, 72, 80, 96, 100, 160} <= {problem.head_dim_qk for problem in PROBLEMS}

@@ -193,7 +193,7 @@ def test_lengths_of_2_to_the_28_are_fine() -> None:
     [(one, kernel) for i, one in enumerate(PROBLEMS) for kernel in LARGE_CACHE[i // 2 % 2 :: 2]],
     ids=str,
 )
-def test_what_is_shared_between_configs_changes_no_ranking(
+def test_values_shared_between_configs_do_not_change_the_ranking(
     problem: AttentionProblem, kernel: Kernel
 ) -> None:
     spec = gpu("h200")
@@ -300,7 +300,7 @@ def test_bf16_without_tensor_cores_is_ranked_by_multiply_adds_and_said(
     assert said.startswith(f"{spec.title} ({spec.arch}) has no tensor cores for bf16")
 
 
-def test_a_call_that_may_compile_is_told_of_bf16_too(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_compiling_call_warns_of_bf16_too(caplog: pytest.LogCaptureFixture) -> None:
     say_once.cache_clear()
     by_lower_bound(KernelTask.of("fwd", PARSE("hq8 q2048 d128 bf16 causal"), gpu("v100")), top=3)
     assert "no tensor cores for bf16" in caplog.text

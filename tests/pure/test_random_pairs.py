@@ -13,7 +13,7 @@ COUNT = 240
 
 
 @pytest.mark.parametrize("seed", [7, 11])
-def test_random_functions_mean_what_pytorch_computes(seed: int) -> None:
+def test_random_functions_agree_with_pytorch(seed: int) -> None:
     report = run(seed, COUNT)
     assert not report.wrong, str(report)
     assert not report.crashed, str(report)

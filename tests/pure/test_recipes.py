@@ -37,7 +37,7 @@ def test_all_recipes_are_run() -> None:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_code_prints_what_is_shown(
+def test_code_prints_as_shown(
     name: str,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
@@ -64,7 +64,7 @@ def test_code_prints_what_is_shown(
         assert capsys.readouterr().out == expected
 
 
-def test_commands_print_what_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_print_as_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = re.findall(r"^```console\n(.*?)^```", page("tune_once"), re.MULTILINE | re.DOTALL)
     lines = "".join(blocks).replace("/tmp/tilegen-recipe", str(tmp_path)).splitlines()
     monkeypatch.chdir(ROOT)

@@ -178,7 +178,7 @@ def test_a_mask_brings_only_its_own_code() -> None:
         ),
     ],
 )
-def test_what_bounds_the_column_from_above_is_one_comparison(
+def test_upper_bounds_of_the_column_are_one_comparison(
     mask: str, forward: list[str], backward: list[str]
 ) -> None:
     given = parse_mask(mask)
@@ -252,7 +252,7 @@ def test_integers_are_not_specialised_on() -> None:
         assert inside == [t for _, t in kernel.signature if t == "i32"]
 
 
-def test_template_digest_covers_what_jinja_reaches() -> None:
+def test_template_digest_covers_imported_templates() -> None:
     env = environment(resources.data_dir("templates"))
     for kernel in LARGE_CACHE:
         text = (resources.data_dir("templates") / KERNELS[kernel].template).read_text()

@@ -62,7 +62,7 @@ def test_a_floor_does_not_depend_on_the_dtype_of_the_inputs() -> None:
         torch.testing.assert_close(floor, floors[1][name], rtol=0.1, atol=1e-6)
 
 
-def test_terms_of_what_a_score_reads_do_not_cancel() -> None:
+def test_terms_of_a_scores_tensors_do_not_cancel() -> None:
     """Neither over pairs, whose factors k - 2 have both signs, nor over the places of a read."""
     x = inputs()
 

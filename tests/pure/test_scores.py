@@ -71,7 +71,7 @@ SCORES: dict[str, tuple[Score, Callable[..., Any]]] = {
 
 
 @pytest.mark.parametrize("name", SCORES)
-def test_scores_are_what_their_formulas_say(name: str) -> None:
+def test_scores_equal_their_formulas(name: str) -> None:
     made, formula = SCORES[name]
     assert text_of(made.expression()) == made.text
     s = tensor(*SHAPE)
@@ -233,7 +233,7 @@ def test_kernels_train_what_requires_a_gradient_alone() -> None:
     assert not score_source(alibi(SLOPES.detach()).form, trains=True, precise=True).gradients
 
 
-def test_what_has_no_derivative_is_named() -> None:
+def test_operations_without_derivative_are_named() -> None:
     with pytest.raises(Unsupported, match=r"got int64\(s\) in t0\["):
         source_of(score(lambda s, b, h, q, k: s + SLOPES[s.to(torch.int64)]))
     with pytest.raises(Unsupported, match=r"t0\[h\] in t1\[.*t0\[h\].*\]; pass it detached"):

@@ -216,7 +216,7 @@ def test_masks_that_do_not_fit(mask: torch.Tensor, expected: str) -> None:
         tilegen.scaled_dot_product_attention(*inputs(*PLAIN), mask)
 
 
-def test_what_is_refused() -> None:
+def test_refused_arguments() -> None:
     given = inputs(*PLAIN)
     with pytest.raises(InvalidProblem, match=r"^expected attn_mask or is_causal, got both"):
         tilegen.scaled_dot_product_attention(*given, torch.ones(5, 7), is_causal=True)
@@ -264,7 +264,7 @@ def test_everywhere_reaches_modules_that_call_it() -> None:
         torch.testing.assert_close(layer(x), expected, atol=2e-5, rtol=2e-5)
 
 
-def test_everywhere_leaves_to_torch_what_tilegen_does_not_do(
+def test_everywhere_leaves_unsupported_calls_to_torch(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, logger="tilegen")

@@ -14,11 +14,11 @@ from tilegen.tuning.search import MAX_MISSES, Search
 pytestmark = pytest.mark.oldest
 
 
-def test_search_of_nothing_asks_nothing() -> None:
+def test_an_empty_search_measures_nothing() -> None:
     assert Search([]).ask() is None
 
 
-def test_search_goes_by_rank_when_optuna_only_proposes_what_it_has(
+def test_search_goes_by_rank_if_optuna_repeats_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     space = Replay().space

@@ -71,7 +71,7 @@ def test_methods_have_the_parameters_that_sglang_gives(sglang: Any) -> None:
     assert "forward_metadata" in BASE["names"]
 
 
-def test_what_is_read_of_batches_and_layers_exists() -> None:
+def test_fields_read_of_batches_and_layers_exist() -> None:
     path = Path(__file__).parents[2] / "tilegen" / "integrations" / "sglang_backend.py"
     tree = ast.parse(path.read_text(encoding="utf-8"))
     functions = {one.name: one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef)}
@@ -278,7 +278,7 @@ def check(out: torch.Tensor, tokens: Tokens, kept: Kept) -> None:
     ],
     ids=["causal", "window0", "window1", "window49", "none", "softcap", "all"],
 )
-def test_a_mixed_batch_is_what_dense_attention_gives(
+def test_a_mixed_batch_equals_dense_attention(
     sglang: Any, changed: dict[str, Any], given: dict[str, Any], kept: Kept
 ) -> None:
     tokens = Tokens.of(QUERIES)
@@ -307,7 +307,7 @@ def test_layers_of_windows_have_a_pool_of_their_own(
 
 
 @pytest.mark.parametrize("windows", [False, True])
-def test_a_graph_reads_what_is_filled_before_each_replay(sglang: Any, windows: bool) -> None:
+def test_a_graph_reads_tensors_filled_before_each_replay(sglang: Any, windows: bool) -> None:
     """What a forward was captured with, the tensors of its metadata, is what the next batch is
     written to."""
     tokens = Tokens.of([1])
@@ -321,7 +321,7 @@ def test_a_graph_reads_what_is_filled_before_each_replay(sglang: Any, windows: b
     check(backend.forward_decode(*sglang_new(tokens), layer, batch), tokens, Kept())
 
 
-def test_a_layer_reads_what_another_wrote(sglang: Any) -> None:
+def test_a_layer_reads_keys_that_another_wrote(sglang: Any) -> None:
     tokens = Tokens.of([9])
     runner = sglang_runner(tokens, 1)
     backend = sglang.Backend(runner)

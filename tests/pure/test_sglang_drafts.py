@@ -64,7 +64,7 @@ def test_drafts_are_verified(
 
 @pytest.mark.parametrize("windows", [False, True])
 @pytest.mark.parametrize("form", ["trees", "chains"])
-def test_a_graph_that_verifies_reads_what_is_filled(sglang: Any, form: str, windows: bool) -> None:
+def test_a_verifying_graph_reads_filled_tensors(sglang: Any, form: str, windows: bool) -> None:
     """Graphs are captured without trees, of requests of one key."""
     tokens = Tokens.drafts(DRAFTED, 6)
     trees = list(tilegen.ancestors(PARENTS)) if form == "trees" else None

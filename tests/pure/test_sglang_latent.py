@@ -92,7 +92,7 @@ def test_drafts_are_verified(sglang: Any, form: str, page: int) -> None:
 
 
 @pytest.mark.parametrize("form", ["decoding", "trees", "chains"])
-def test_a_graph_reads_what_is_filled_before_each_replay(sglang: Any, form: str) -> None:
+def test_a_graph_reads_tensors_filled_before_each_replay(sglang: Any, form: str) -> None:
     tokens = 1 if form == "decoding" else 6
     latents = Latents.of([tokens] * 3, DRAFTED)
     trees = list(tilegen.ancestors(PARENTS)) if form == "trees" else []
@@ -134,7 +134,7 @@ def test_one_head_of_a_rank_is_no_form(sglang: Any) -> None:
         check(run(backend, latents, layer, batch), latents, Kept())
 
 
-def test_layers_of_one_number_keep_what_is_theirs(sglang: Any) -> None:
+def test_layers_with_one_number_keep_their_own_tensors(sglang: Any) -> None:
     latents = Latents.of(PROMPTS, PROMPTS)
     runner = latents.runner(16, sglang.Latents)
     backend = sglang.Backend(runner)

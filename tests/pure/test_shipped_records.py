@@ -15,7 +15,7 @@ from tilegen.task import KernelTask
 SHIPPED = Location(str(resources.data_dir("cache")), "shipped")
 
 
-def test_every_file_is_in_order_and_found_by_what_it_says() -> None:
+def test_every_file_is_valid_and_found_by_its_fields() -> None:
     listed = list_records([SHIPPED])
     assert listed
     for file in listed:

@@ -39,7 +39,7 @@ def test_flex_attention(name: str) -> None:
         tilegen.flex_attention(q, q, q, score_mod=score)
 
 
-def test_what_fits_is_taken() -> None:
+def test_tensors_that_fit_are_accepted() -> None:
     q = torch.ones(1, 2, 48, 16)
     scores = [
         tilegen.bias(torch.ones(sizes))

@@ -72,7 +72,7 @@ def test_tokens_go_to_the_slots_that_are_named(layout: str) -> None:
         write_slots(*new, *pages, slots > 0, layout=layout)
 
 
-def test_what_cannot_be_appended_is_refused() -> None:
+def test_keys_that_do_not_fit_are_refused() -> None:
     given = call()
     where = given["k_pages"], given["v_pages"], given["block_table"], given["kv_lengths"]
     new = torch.randn(3, 2, 1, 32)

@@ -47,7 +47,7 @@ def test_it_is_chosen_where_programs_or_queries_are_few(text: str, expected: str
     assert family(AttentionProblem.parse(text), H200, "forward") == expected
 
 
-def test_what_is_not_worth_ranking_is_not_ranked() -> None:
+def test_hopeless_families_are_not_ranked() -> None:
     many = AttentionProblem.parse("b4 hq32 hkv8 q8192 d128 bf16 causal")
     assert [name for name, _ in ranked_families(many, H200, "forward")] == ["q_stationary"]
     names = {name for name, _ in ranked_families(DECODE, H200, "forward")}
@@ -71,7 +71,7 @@ def test_splits_fill_the_gpu() -> None:
     assert least.config.split_kv < most.config.split_kv
 
 
-def test_what_splits_leave_counts_in_their_ranking() -> None:
+def test_partial_results_count_in_the_ranking_of_splits() -> None:
     """A kernel of small splits is as fast by itself, but its results are read again."""
     small, large = (
         estimate(Tiled.of("fwd_split", VERIFY, H200, TileConfig.parse(f"m8h8n64k{keys}w4s3")))

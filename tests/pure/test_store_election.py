@@ -185,7 +185,7 @@ def test_only_records_about_one_key_can_be_joined() -> None:
         join([record(measurement=UNMEASURED)])
 
 
-def test_what_is_too_much_is_the_oldest() -> None:
+def test_the_oldest_findings_are_dropped() -> None:
     many = [record(us=400.0 + n, source=f"{n:02x}", date=day(1 + n)) for n in range(20)]
     kept = join(many)
     assert len(kept.findings) == MAX_RIVALS + 1
@@ -194,7 +194,7 @@ def test_what_is_too_much_is_the_oldest() -> None:
     assert TuningRecord.from_json(kept.to_json()) == kept
 
 
-def test_findings_of_unknown_machines_are_told_apart_by_what_they_say() -> None:
+def test_findings_of_unknown_machines_are_distinguished_by_content() -> None:
     joined = join([record(us=400.0), record(us=410.0), record(us=400.0)])
     assert [one.measurement.median_us for one in joined.findings] == [400.0, 410.0]
 

@@ -16,7 +16,7 @@ from tilegen.store.transfer import export, import_, merge, promote
 from tilegen.store.upkeep import check
 
 
-def test_what_nobody_has_measured_does_not_travel(tmp_path: Path) -> None:
+def test_unmeasured_records_are_not_moved(tmp_path: Path) -> None:
     guess = record(kernel="bwd_dq", measurement=UNMEASURED)
     mine, there = place(tmp_path / "mine", guess), own(tmp_path / "there")
     file = tmp_path / "winners.jsonl"
@@ -115,7 +115,7 @@ def test_import_takes_the_good_lines_and_names_the_bad(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [0.5, "line"])
-def test_import_of_a_file_that_was_cut_says_so_after_joining_what_it_has(
+def test_import_of_a_truncated_file_joins_its_lines_and_fails(
     tmp_path: Path, cut: float | str
 ) -> None:
     where = tuned_apart(tmp_path / "a", 0)

@@ -129,7 +129,7 @@ def hostile(chance: random.Random, n: int, good: dict[str, Any]) -> Callable[[Pa
 
 @pytest.mark.usefixtures("nothing_runs")
 @pytest.mark.parametrize("origin", ["own", "shared"])
-def test_none_does_harm_and_each_is_put_aside_by_name(
+def test_hostile_files_do_no_harm_and_are_set_aside_by_name(
     tmp_path: Path, origin: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     chance = random.Random(f"{SEED} {origin}")

@@ -44,7 +44,7 @@ def _say_everything(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="tilegen")
 
 
-def test_nothing_found_is_none_and_makes_nothing(tmp_path: Path) -> None:
+def test_no_record_returns_none_and_creates_nothing(tmp_path: Path) -> None:
     assert look_up(TASK, where=[own(tmp_path / "none")]) is None
     assert list(tmp_path.iterdir()) == []
 
@@ -89,9 +89,7 @@ def test_order_of_locations(tmp_path: Path) -> None:
     assert look_up(TASK, where=where) is None
 
 
-def test_what_nobody_has_measured_is_not_found(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unmeasured_records_are_not_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     guess = record(measurement=UNMEASURED)
     mine = place(tmp_path / "own", guess, "own")
     shared = place(tmp_path / "shared", guess, "shared")
@@ -177,7 +175,7 @@ def test_other_schema_is_passed_over_and_left_alone(
     ],
     ids=["triton", "driver", "template_digest"],
 )
-def test_soft_mismatch_is_used_and_said_once(
+def test_a_record_with_soft_differences_is_used_with_one_warning(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     versions: Versions,
@@ -315,7 +313,7 @@ def test_a_config_that_cannot_run_here_is_refused_before_it_is_compiled(
     )
 
 
-def test_what_is_borrowed_must_fit_the_borrower(tmp_path: Path) -> None:
+def test_a_borrowed_config_must_fit_the_gpu(tmp_path: Path) -> None:
     large = replace(H200, name="large", smem_per_block=600_000, smem_per_sm=600_000)
     config = TileConfig.parse("m256n128w8s4")
     assert illegal(Tiled.of("fwd", PROBLEM, large, config)) == ""

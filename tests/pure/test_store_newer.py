@@ -74,7 +74,7 @@ def test_the_record_of_another_tilegen_stays_where_it_is(
     assert file.read_text() == text
 
 
-def test_what_is_broken_by_its_own_tilegen_is_broken() -> None:
+def test_invalid_files_of_this_tilegen_are_broken() -> None:
     for trouble in (
         of(values(config=GOOD["config"] | {"block_m": 512}), tilegen=tilegen.__version__),
         of(values(trials=-1), tilegen="0.0.1"),

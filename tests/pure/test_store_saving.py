@@ -44,13 +44,13 @@ def test_save_goes_to_the_own_directory(tmp_path: Path, monkeypatch: pytest.Monk
     assert entry.origin == "own"
 
 
-def test_nothing_is_written_for_what_is_known(tmp_path: Path) -> None:
+def test_nothing_is_written_for_known_trials(tmp_path: Path) -> None:
     assert save(RECORD, location=own(tmp_path)).written
     again = save(RECORD, location=own(tmp_path))
     assert (again.written, again.wins, again.reason) == (False, True, "nothing new")
 
 
-def test_a_loser_is_kept_as_rival_and_told_why(tmp_path: Path) -> None:
+def test_a_loser_is_kept_as_rival_with_the_reason(tmp_path: Path) -> None:
     save(record(us=400.0, source="aa"), location=own(tmp_path))
     saved = save(record(us=500.0, source="bb"), location=own(tmp_path))
     assert (saved.written, saved.wins) == (True, False)
@@ -174,7 +174,7 @@ def test_text_is_on_disk_before_it_gets_its_name(
     assert calls == ["fsync", "rename", "fsync"]
 
 
-def test_what_a_killed_writer_left_is_not_a_record(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_writer_are_not_records(tmp_path: Path) -> None:
     saved = save(RECORD, location=own(tmp_path))
     file = Path(saved.file)
     file.rename(file.with_name(f".{file.name}.1234.tmp"))
@@ -195,7 +195,7 @@ def test_a_broken_file_in_the_way_is_kept_beside_the_new_record(tmp_path: Path) 
     assert TuningRecord.from_json(file.read_text()) == RECORD
 
 
-def test_folder_that_cannot_be_written_to_says_what_to_set(tmp_path: Path) -> None:
+def test_an_error_for_a_read_only_folder_names_the_variable(tmp_path: Path) -> None:
     (tmp_path / "h200").write_text("a file where a folder should be")
     with pytest.raises(Unsupported, match=r"cannot write .*h200.*set TILEGEN_CACHE_DIR"):
         save(RECORD, location=own(tmp_path))

@@ -102,7 +102,7 @@ def test_dry_run_changes_nothing_and_says_the_same(tmp_path: Path) -> None:
     assert dry != list(merge([a], b))
 
 
-def test_what_is_broken_is_refused_by_name_and_the_rest_goes_on(tmp_path: Path) -> None:
+def test_broken_files_are_refused_by_name_and_others_joined(tmp_path: Path) -> None:
     source = place(tmp_path / "a", RECORD)
     (folder_of(source) / "h200" / "fwd" / "torn.json").write_text("{")
     (folder_of(source) / "h200" / "fwd" / "moved.json").write_text(RECORD.to_json())
@@ -138,7 +138,7 @@ def test_a_record_of_another_tilegen_at_the_target_stays_and_the_rest_goes_on(
     ],
     ids=["all", "gpu", "kernel", "both"],
 )
-def test_only_what_is_wanted(tmp_path: Path, wanted: Wanted, names: set[str]) -> None:
+def test_only_selected_records_are_moved(tmp_path: Path, wanted: Wanted, names: set[str]) -> None:
     for kept in (RECORD, record(kernel="bwd_dq"), record(gpu="a100", arch="sm_80")):
         place(tmp_path / "a", kept)
     log_of(tmp_path / "a").append(trial(CONFIGS[0], 100.0))
@@ -263,7 +263,7 @@ def test_prune_of_old_and_unmeasured_records_only_if_told(tmp_path: Path) -> Non
     assert prune(where, unmeasured=True) == [], "what anybody has measured stays"
 
 
-def test_prune_leaves_what_was_found_since_it_looked(
+def test_prune_keeps_findings_saved_since_the_listing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     where = place(tmp_path, record(date="2020-01-01T00:00:00Z"))

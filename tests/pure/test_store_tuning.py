@@ -32,7 +32,7 @@ def machine(folder: Path, name: str, shared: Path, monkeypatch: pytest.MonkeyPat
     return own(folder / name)
 
 
-def test_a_second_machine_measures_only_what_the_first_did_not(
+def test_a_second_machine_measures_only_the_missing_configs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shared = tmp_path / "shared"
@@ -76,7 +76,7 @@ def test_a_finding_names_the_machine_and_versions_that_measured_it(
     assert record.versions == measured_with
 
 
-def test_a_trial_of_nobody_knows_whom_makes_a_finding_of_nobody_knows_whom(
+def test_a_trial_of_an_unknown_machine_makes_a_finding_of_an_unknown_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine(tmp_path, "aa", tmp_path / "none", monkeypatch)

@@ -152,7 +152,7 @@ def test_lengths_may_differ(text: str, shape: tuple[int, int]) -> None:
 # How tight it is
 
 
-def test_what_is_said_of_staircases_is_reached() -> None:
+def test_bounds_of_staircases_are_reached() -> None:
     """A causal mask has sub-grids as dense as its closed form says, but for rounding."""
     for group in (1, 2, 4, 8):
         side = 4096
@@ -165,7 +165,7 @@ def test_what_is_said_of_staircases_is_reached() -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.3, 0.5, 0.6, 0.8, 0.99])
-def test_what_is_said_of_prefixes_is_reached(share: float) -> None:
+def test_bounds_of_prefixes_are_reached(share: float) -> None:
     """Beside staircases: with all rows and few columns more than the prefix, and with those of the
     prefix alone."""
     side = 4096

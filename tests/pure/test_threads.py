@@ -92,7 +92,7 @@ def test_threads_wait_for_no_other_key() -> None:
     assert kept.get("slow", lambda: 3) == 1
 
 
-def test_a_message_is_said_once_and_messages_are_few(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_message_is_logged_once_and_messages_are_few(caplog: pytest.LogCaptureFixture) -> None:
     disk.say_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger="tilegen"):
         together(lambda _: disk.say_once("one of many threads"))
@@ -146,7 +146,7 @@ def test_only_the_model_takes_the_lock_of_sympy(monkeypatch: pytest.MonkeyPatch)
         assert taken
 
 
-def test_threads_trace_call_and_pack_alike() -> None:
+def test_threads_trace_call_and_pack_equally() -> None:
     plans.forget()
     varlen._masks.clear()
     table = torch.rand(2)

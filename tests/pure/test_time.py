@@ -156,7 +156,7 @@ def test_four_warps_alone_on_an_rtx_3090_overlap_little() -> None:
     assert shared == pytest.approx(4.636e-3, rel=0.12)
 
 
-def test_one_warpgroup_alone_has_nobody_who_fills_its_time() -> None:
+def test_one_warpgroup_alone_cannot_hide_its_waits() -> None:
     """Operands of asynchronous products take longer than the products; then the softmax follows."""
     clocks = StepClocks(
         tensor=600, exp=200, issue=300, masking=0, smem=700, exposed=1.0, asynchronous=True
@@ -212,7 +212,7 @@ def test_spilled_bytes_move_as_often_as_was_measured() -> None:
     assert local_clocks(rtx3090, needs) == 7.5 * 40 * 128 / 128
 
 
-def test_what_is_spilled_outside_of_loops_is_paid_by_each_program() -> None:
+def test_spills_outside_loops_cost_each_program() -> None:
     """Splits of few keys pay it more often for the same steps."""
     spec, problem = gpu("h200"), PARSE("b1 hq64 hkv8 q1 kv65536 d128 bf16 full")
     for keys, programs in ((1024, 512), (4096, 128)):

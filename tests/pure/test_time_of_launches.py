@@ -115,7 +115,7 @@ def test_one_program_too_many_starts_a_wave() -> None:
     assert seconds(200) == pytest.approx(seconds(101), rel=0.02)
 
 
-def test_a_last_wave_of_few_programs_has_nobody_to_hide_behind() -> None:
+def test_a_last_wave_of_few_programs_hides_no_latency() -> None:
     """Programs that share an SM fill each other's waits; one alone takes as long as ever (published
     times of 512 programs in 396 places: benchmarks/results/published/README.md, split counts)."""
     spec = replace(gpu("h200"), l2_bandwidth=1e18, dram_bandwidth=1e18)
@@ -187,7 +187,7 @@ def test_a_large_l2_reads_everything_once() -> None:
             assert cost.dram_bytes <= cost.read_bytes + cost.write_bytes
 
 
-def test_terms_are_sorted_and_the_limit_is_what_decides() -> None:
+def test_terms_are_sorted_and_the_largest_is_the_limit() -> None:
     cost = estimate(Tiled.of("fwd", LLAMA, gpu("h200"), config("m128n64w8s3")))
     seconds = [term for _, term in cost.terms]
     assert seconds == sorted(seconds, reverse=True)
@@ -228,7 +228,7 @@ def test_a_better_gpu_is_never_slower(kernel: Kernel, field: str) -> None:
             assert estimate(Tiled.of(kernel, problem, better, config(text))).seconds <= before
 
 
-def test_what_others_wrote_leaves_l2_once() -> None:
+def test_data_of_other_kernels_leaves_l2_once() -> None:
     """Until as much has come from DRAM as L2 holds, 0.45 of it goes back besides."""
     spec, rates = gpu("h200"), rates_of("sm_90")
     bandwidth = spec.dram_bandwidth * rates.dram_efficiency

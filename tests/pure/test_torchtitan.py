@@ -76,7 +76,7 @@ def _differentiable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(theirs.FlexAttention, "_compiled_flex_attn", written_out)
 
 
-def test_layers_give_what_they_give_with_their_own_attention() -> None:
+def test_layers_agree_with_their_own_attention() -> None:
     expected = results(theirs.FlexAttention.Config(), masks())
     varlen = theirs.create_varlen_metadata_for_document(POSITIONS)
     for inner, mask in (

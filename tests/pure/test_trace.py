@@ -166,7 +166,7 @@ def in_place(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return keep
 
 
-def test_what_is_changed_in_place_is_changed_under_all_its_names() -> None:
+def test_in_place_changes_are_seen_under_all_names() -> None:
     traced = trace_mask(in_place)
     b, h, q, k = GRID
     actual = evaluate(traced.expr, [], b=b, h=h, q=q, k=k, seqlen_q=SEQLEN_Q, seqlen_kv=SEQLEN_KV)
@@ -262,7 +262,7 @@ def test_traced_scores_equal_the_functions(name: str) -> None:
         torch.testing.assert_close(actual.expand(SHAPE), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_a_tensor_takes_one_slot_and_unread_ones_none() -> None:
+def test_a_tensor_takes_one_slot_if_it_is_read() -> None:
     def score_mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         return (
             s
@@ -349,7 +349,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_traced_is_named(name: str) -> None:
+def test_operations_that_cannot_be_traced_are_named(name: str) -> None:
     function, message = REFUSED[name]
     error = InvalidProblem if name == "signature" else Unsupported
     with pytest.raises(error, match=message):
@@ -385,7 +385,7 @@ def test_masks_hold_no_choice_between_numbers() -> None:
         ("chunks before", "keep((k//16<=q//16)&(q//16-(k//16)<=2))"),
     ],
 )
-def test_closed_forms_of_what_users_write(name: str, notation: str) -> None:
+def test_closed_forms_of_masks_that_users_write(name: str, notation: str) -> None:
     """No lists of tiles, on either side."""
     mask = predicate(user_forms.MASKS[name])
     assert mask.notation == notation

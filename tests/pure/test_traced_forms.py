@@ -60,7 +60,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_a_trace_cannot_follow_is_refused(name: str) -> None:
+def test_functions_that_cannot_be_traced_are_refused(name: str) -> None:
     function, message = REFUSED[name]
     with pytest.raises(Unsupported, match=message):
         trace_mask(function)

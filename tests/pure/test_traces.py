@@ -186,7 +186,9 @@ class Held:
         return self.factor
 
 
-def test_what_cannot_be_followed_is_traced_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_that_cannot_be_compared_are_traced_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     array, queue, held = np.array([2]), deque([2]), Held(2)
     view, get = vars(SETTINGS).values(), vars(SETTINGS).get
     named, width = "factor", functools.lru_cache(lambda: FACTOR)
@@ -274,7 +276,7 @@ def test_traces_keep_no_model_alive_and_are_few() -> None:
     assert len(traces) == 3
 
 
-def test_what_a_function_reads_may_be_a_loop() -> None:
+def test_objects_that_a_function_reads_may_be_cyclic() -> None:
     held: list[Any] = [1]
     held.append(held)
 

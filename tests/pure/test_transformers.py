@@ -140,7 +140,7 @@ def test_packed_documents(name: str) -> None:
     hold(name, inputs(name) | {"position_ids": positions, "use_cache": torch.tensor(False)})
 
 
-def test_packed_documents_with_a_cache_are_as_in_eager_attention_and_said_once(
+def test_packed_documents_with_a_cache_equal_eager_attention_with_one_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     say_once.cache_clear()
@@ -385,7 +385,7 @@ def _qkv(batch: int = 1) -> Any:
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_not_done_is_refused_in_one_line(case: str) -> None:
+def test_unsupported_arguments_are_refused_in_one_line(case: str) -> None:
     make, expected = REFUSED[case]
     with pytest.raises(TilegenError, match=expected) as error:
         make()

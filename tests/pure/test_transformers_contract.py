@@ -72,7 +72,7 @@ PLACES = {  # queries, keys, offsets of both
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("block", BLOCKS)
-def test_masks_keep_what_transformers_keeps(block: str, place: str) -> None:
+def test_masks_keep_the_same_pairs_as_transformers(block: str, place: str) -> None:
     seqlen_q, seqlen_kv, q_offset, kv_offset = PLACES[place]
     is_token = torch.tensor([[1] * 9 + [0], [0, 0] + [1] * 8]).bool()
     for padding in (None, is_token):

@@ -83,7 +83,7 @@ def test_joined_with_others_the_form_stays(other: tilegen.Mask) -> None:
     assert ranges.full_tiles == int(keep.all(2).all(0).sum())
 
 
-def test_what_parents_hold_may_change() -> None:
+def test_parents_may_change() -> None:
     parents = PARENTS.clone()
     mask = tilegen.tree(parents)
     before = dense_mask(mask, 6, 10)
@@ -126,7 +126,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_no_tree_is_refused(name: str) -> None:
+def test_invalid_trees_are_refused(name: str) -> None:
     make, message = WRONG[name]
     with pytest.raises(InvalidProblem, match=message):
         make()

@@ -139,7 +139,7 @@ def test_a_ragged_problem_is_tuned_as_its_bucket(own_cache: Path) -> None:
     ],
     ids=["no trials", "no seconds", "nan"],
 )
-def test_budget_that_is_none(options: dict[str, Any], message: str) -> None:
+def test_invalid_budgets(options: dict[str, Any], message: str) -> None:
     with pytest.raises(Unsupported, match=message):
         run(Replay(), **options)
 
@@ -213,7 +213,7 @@ def test_one_line_for_each_trial_and_a_last_one_to_paste(caplog: pytest.LogCaptu
     assert lines[-1].endswith(f"# 382 us, fwd, h200, {PROBLEM}")
 
 
-def test_a_later_run_says_what_it_starts_from(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_later_run_reports_its_start(caplog: pytest.LogCaptureFixture) -> None:
     run(Replay(SMALL), trials=4)
     caplog.clear()
     run(Replay(SMALL), trials=5)
@@ -233,7 +233,7 @@ def test_on_a_terminal_the_lines_go_above_a_bar(
     assert caplog.messages == [], "said once, not twice"
 
 
-def test_what_is_said_on_a_terminal_is_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+def test_terminal_output_is_not_markup(capsys: pytest.CaptureFixture[str]) -> None:
     with Report("fwd", 1, enabled=True) as report:
         report.say("[red]not red[/red] [/] " + "x" * 200)
     assert "[red]not red[/red] [/] " + "x" * 200 in capsys.readouterr().err

@@ -61,7 +61,7 @@ def test_hopeless_configs_cost_no_gpu_time(
     assert caplog.messages[1].endswith(f"{too_large!r} out of resources: 264 KiB > 227 KiB")
 
 
-def test_what_spills_a_little_is_measured_and_may_win(own_cache: Path) -> None:
+def test_kernels_that_spill_a_little_are_measured_and_may_win(own_cache: Path) -> None:
     replay = Replay(SMALL)
     usage = {replay.fastest.key: used(spill_bytes=120)}
     assert run(replay, compile=compiler(usage)).config == replay.fastest
@@ -99,7 +99,7 @@ def test_kernels_that_wait_for_each_product_are_measured_if_no_other_runs(one_ru
     assert replay.measured == (replay.space[:1] if one_runs else replay.space)
 
 
-def test_seconds_are_not_all_spent_on_compiling_what_spills(
+def test_time_is_not_all_spent_on_compiling_spilling_configs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     replay, clock = Replay(), Clock()
@@ -139,7 +139,7 @@ def test_the_next_configs_are_compiled_while_one_is_measured() -> None:
     assert replay.space == replay.measured
 
 
-def test_only_what_may_be_measured_soon_is_compiled() -> None:
+def test_only_configs_to_be_measured_soon_are_compiled() -> None:
     replay = Replay()
     asked: list[int] = []
 

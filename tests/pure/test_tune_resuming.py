@@ -157,7 +157,7 @@ def test_changed_template_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(again.measured) == 8
 
 
-def test_ctrl_c_keeps_what_was_found_and_says_how_to_go_on(
+def test_ctrl_c_keeps_results_and_says_how_to_continue(
     own_cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     replay = Replay(stop_at=13)

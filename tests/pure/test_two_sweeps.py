@@ -58,7 +58,7 @@ def test_it_is_proposed_within_its_knobs_and_ranked_with_the_others() -> None:
         assert kernels_of(PROBLEM, H200, "forward") == (NAME,)
 
 
-def test_it_is_not_asked_for_what_it_cannot_do() -> None:
+def test_a_library_is_not_used_for_unsupported_problems() -> None:
     capped = replace(PROBLEM, score=softcap(20.0).form)
     assert "two_sweeps" not in dict(ranked_families(capped, H200, "forward"))
     with registered(alone=True), pytest.raises(Unsupported, match="two_sweeps does not change"):

@@ -137,7 +137,7 @@ def test_indices_of_documents_stay_small() -> None:
 
 @pytest.mark.parametrize("text", ["s/t0[q]", "s+1/t0[q]**2", "s*log(t0[q])", "s*sqrt(t0[q])"])
 @pytest.mark.parametrize("element", ["float16", "float32", "int64"])
-def test_what_a_score_divides_by_is_positive(text: str, element: str) -> None:
+def test_divisors_of_a_score_are_positive(text: str, element: str) -> None:
     made = typical_score(parse_score(f"score({text},{element})"), Shape(1, 1, 5000, 1))
     assert made is not None
     assert made.captured[0].min() >= LEAST

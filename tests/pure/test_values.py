@@ -63,7 +63,7 @@ CPU = torch.device("cpu")
         (torch.tensor([-(2**31)], dtype=torch.int32), "h", "below 2\\*\\*30"),
     ],
 )
-def test_what_is_no_value_gets_one_clear_error(tensor: Any, axes: str, message: str) -> None:
+def test_invalid_values_get_one_clear_error(tensor: Any, axes: str, message: str) -> None:
     with pytest.raises(InvalidProblem, match=message):
         values(tensor, axes)
 
@@ -124,7 +124,7 @@ def test_reads_follow_the_device_of_the_indices() -> None:
         assert dense_mask(mask, 20, 20, batch=2, heads=4).device.type == "cpu"
 
 
-def test_a_layout_drops_what_lies_beyond_it() -> None:
+def test_a_layout_drops_pairs_beyond_it() -> None:
     mask = block_sparse(torch.ones(2, 3, dtype=torch.bool), 4)
     keep = dense_mask(mask, 20, 30)
     assert keep[:8, :12].all()
@@ -239,7 +239,7 @@ def test_values_are_read_at_any_index(seed: int) -> None:
         assert not expected.all(), "beyond the end"
 
 
-def test_what_is_known_of_a_mask_keeps_no_tensor_alive() -> None:
+def test_cached_facts_of_a_mask_keep_no_tensor_alive() -> None:
     def made() -> list[ref[torch.Tensor]]:
         lengths, ids = torch.tensor([90, 50]), torch.randint(0, 3, (96,))
         mask = kv_lengths(lengths) & causal() & documents(ids)

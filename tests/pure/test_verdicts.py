@@ -111,7 +111,7 @@ def test_failures_are_remembered_if_the_compiler_would_fail_again(compile_: Comp
     assert str(first).startswith(str(again))
 
 
-def test_another_triton_is_asked_again(
+def test_another_triton_compiles_again(
     compile_: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked()
@@ -154,7 +154,7 @@ def test_a_damaged_file_is_ignored_and_replaced(
     assert file.read_bytes() == whole
 
 
-def test_a_pipe_in_the_place_of_a_file_holds_nobody_up(compile_: Compiler, tmp_path: Path) -> None:
+def test_a_pipe_instead_of_a_file_does_not_block(compile_: Compiler, tmp_path: Path) -> None:
     asked()
     (file,) = files(tmp_path)
     file.unlink()
@@ -172,9 +172,7 @@ def test_a_cache_for_reading_only_works(
     assert set(chosen) == {"fwd"}
 
 
-def test_verdicts_lie_in_folders_that_nobody_else_gets_into(
-    compile_: Compiler, tmp_path: Path
-) -> None:
+def test_verdicts_are_in_private_folders(compile_: Compiler, tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         asked()
@@ -190,7 +188,7 @@ def by_config(results: list[Candidate]) -> dict[TileConfig, Candidate]:
     return {one.config: one for one in results}
 
 
-def test_a_proposal_says_what_was_compiled_and_what_is_predicted(compile_: Compiler) -> None:
+def test_a_proposal_marks_compiled_and_predicted_numbers(compile_: Compiler) -> None:
     before = tilegen.propose(PROBLEM, H200, top=3)
     assert [one.compiled for one in before] == [None] * 3
     config = before[1].config
@@ -227,7 +225,7 @@ def test_a_proposal_that_compiles_comes_in_the_order_of_a_call(compile_: Compile
     assert candidates[len(first) :] == rest, "what was not compiled stays in the model's order"
 
 
-def test_what_may_not_be_used_comes_last(compile_: Compiler) -> None:
+def test_unusable_configs_come_last(compile_: Compiler) -> None:
     best = [item.config for item in tilegen.propose(PROBLEM, H200, top=2)]
     compile_.spilled = dict.fromkeys(best, 400)
     candidates = tilegen.propose(PROBLEM, H200, top=50, compile=True)
@@ -240,7 +238,7 @@ def test_what_may_not_be_used_comes_last(compile_: Compiler) -> None:
     assert candidates[0].config == call.config
 
 
-def test_the_command_says_what_was_compiled(compile_: Compiler) -> None:
+def test_the_command_prints_compiled_results(compile_: Compiler) -> None:
     def lines(*more: str) -> list[str]:
         asked = ["propose", PROBLEM.key, "--gpu", "h200", "--top", "3", *more]
         result = CliRunner().invoke(app, asked, catch_exceptions=False)

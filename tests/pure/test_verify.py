@@ -25,7 +25,7 @@ def test_twice_pytorchs_error_is_allowed_and_no_more() -> None:
     assert judge("out", EXPECTED + 0.021, EXPECTED, [own(0.001), own(0.011)]).ok
 
 
-def test_what_roundings_may_cost_comes_on_top_for_each_element() -> None:
+def test_rounding_floors_are_added_for_each_element() -> None:
     floor = torch.zeros_like(EXPECTED)
     floor[3] = 0.5
     values = EXPECTED.clone()
@@ -73,7 +73,7 @@ def test_reduced_problems_keep_the_kernel() -> None:
     assert reduced(problem).seqlen_kv == 100
 
 
-def test_what_is_too_large_is_checked_at_a_reduced_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_problems_are_checked_at_a_reduced_size(monkeypatch: pytest.MonkeyPatch) -> None:
     small, large, huge = (
         AttentionProblem.parse(f"hq32 hkv8 {lengths} d64 bf16 causal")
         for lengths in ("q300", "q4096", "q100000")

@@ -274,9 +274,7 @@ def batch(**changed: Any) -> Any:
     ],
     ids=["causal", "window1", "window2", "window50", "softcap", "sinks", "all"],
 )
-def test_a_mixed_batch_is_what_dense_attention_gives(
-    vllm: Any, layer: dict[str, Any], kept: Kept
-) -> None:
+def test_a_mixed_batch_equals_dense_attention(vllm: Any, layer: dict[str, Any], kept: Kept) -> None:
     tokens = Tokens.of(QUERIES)
     with torch.inference_mode():
         output, _ = vllm_forward(vllm, tokens, layer)

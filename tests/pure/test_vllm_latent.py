@@ -159,7 +159,7 @@ BATCHES = {
 
 @pytest.mark.parametrize("name", BATCHES)
 @pytest.mark.parametrize("capture", [False, True])
-def test_a_batch_is_what_dense_attention_gives(vllm: Any, name: str, capture: bool) -> None:
+def test_a_batch_equals_dense_attention(vllm: Any, name: str, capture: bool) -> None:
     batch = BATCHES[name]
     out = batch.decode(vllm, capture=capture, padding=3 if name == "padded" else 0)
     expected = batch.expected()
@@ -190,7 +190,7 @@ def test_queries_may_come_in_one_piece(vllm: Any) -> None:
     torch.testing.assert_close(out.double(), batch.expected(), **TOLERANCE)
 
 
-def test_what_is_decoded_has_as_many_tokens_as_are_verified(vllm: Any) -> None:
+def test_decoded_requests_have_as_many_tokens_as_are_verified(vllm: Any) -> None:
     """What has more is a prompt, and lies behind; `max_query_len` is its."""
     latent = Latent([(3, 37), (2, 20), (9, 9)], drafts=2)
     builder = latent.builder(vllm)
@@ -244,7 +244,7 @@ def test_prompts_and_the_chunks_that_are_cached_of_them(vllm: Any) -> None:
 
 
 @needs_vllm
-def test_a_layer_of_vllms_is_what_attention_of_projected_keys_gives(
+def test_a_layer_of_vllm_equals_attention_of_projected_keys(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of drafts, which are computed on latent keys, and of a prompt, which is not."""

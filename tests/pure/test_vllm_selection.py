@@ -25,7 +25,9 @@ def vllm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any
     "model, expected",
     [(True, "TilegenLatentBackend"), (False, "TilegenBackend"), (None, "TilegenBackend")],
 )
-def test_the_name_means_what_the_model_needs(vllm: Any, model: bool | None, expected: str) -> None:
+def test_the_name_resolves_to_the_models_backend(
+    vllm: Any, model: bool | None, expected: str
+) -> None:
     from tilegen.integrations import vllm as entry
 
     entry.register()

@@ -27,7 +27,7 @@ def said(
 
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("window", [1, 2, 6])
-def test_each_library_keeps_what_it_says(window: int, lengths: tuple[int, int]) -> None:
+def test_each_library_keeps_the_documented_distances(window: int, lengths: tuple[int, int]) -> None:
     w = window
     conventions: dict[str, tuple[Mask, Keeps]] = {
         "flash-attn": (windows.flash_attn(w, w), lambda q, k: q - w <= k <= q + w),
@@ -85,6 +85,6 @@ def test_masks_are_made_once() -> None:
         lambda: windows.sglang(-2),
     ],
 )
-def test_what_is_no_window_is_refused_in_one_line(make: Callable[[], Mask]) -> None:
+def test_invalid_windows_are_refused_in_one_line(make: Callable[[], Mask]) -> None:
     with pytest.raises(InvalidProblem, match=r"^\w+ (must|counts).*; got -?[\d.]+$"):
         make()

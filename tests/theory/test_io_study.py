@@ -23,7 +23,7 @@ from tilegen.theory.optimum import product_tiles
 RESULTS = io_study.OUT
 
 
-def test_what_programs_hold_by_hand() -> None:
+def test_footprints_by_hand() -> None:
     """Q, O, m and l, S, one K and V tile at d = 64; then score tiles; then a slice of dK."""
     config = TileConfig(block_m=128, block_n=16)
     assert held_words("fwd", config, 64, 4) == 128 * (64 + 64 + 2) + 128 * 16 + 16 * 128
@@ -46,7 +46,7 @@ def test_the_frontier_is_the_best_that_fits(family: Any) -> None:
     assert best_at(steps, steps[0].memory - 1) is None
 
 
-def test_flash_attention_at_the_best_tiles_moves_what_theory_says() -> None:
+def test_flash_attention_at_the_best_tiles_moves_the_predicted_words() -> None:
     """Words / N^2 = 2 d / B_r, and the largest B_r that fits is the best."""
     steps = frontier("q_stationary", "forward", 64, 4, sweep.LONG)
     assert [step.configs["fwd"].block_m for step in steps] == [16, 32, 64, 128, 256]

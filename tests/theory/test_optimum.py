@@ -247,7 +247,7 @@ def test_crossovers_with_tiles_no_wider_than_the_head_dim() -> None:
         assert at < narrow_words("bwd_small_cache")[1].subs(alpha, 1)
 
 
-def test_prices_are_what_memory_is_worth() -> None:
+def test_multipliers_are_the_value_of_memory() -> None:
     """The multiplier of the constraint is -dW*/dM."""
     words = N_q * N_kv * d_qk * (1 / B_r + 1 / B_c)
     best = optimal_tiles(words, [B_r * B_c + c * (B_r + B_c)], (B_r, B_c))

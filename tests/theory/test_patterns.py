@@ -84,7 +84,7 @@ def test_spanned_entries_are_exact(pattern: Pattern, name: str, parameter: int) 
 
 
 @pytest.mark.parametrize("pattern", ["dense", "causal", "window", "block_diagonal"])
-def test_patterns_are_at_most_what_degrees_allow(pattern: Pattern) -> None:
+def test_patterns_are_at_most_the_bound_by_degrees(pattern: Pattern) -> None:
     degree = {"dense": SIDE, "causal": SIDE, "window": 3, "block_diagonal": 3}[pattern]
     numbers = {N: SIDE, w: 3, b: 3}
     by_degree = values(spanned("degree"), {w: degree})

@@ -89,7 +89,7 @@ def searched(
         ("bwd_small_cache", 4, 8.783, 8),
     ],
 )
-def test_constants_are_what_a_search_comes_to(
+def test_constants_equal_those_of_a_search(
     schedule: str, ratio: float, number: float, leading: float
 ) -> None:
     """From above: M = ratio * d^2 words, d = 128, N = 65536."""

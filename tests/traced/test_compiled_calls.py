@@ -174,7 +174,7 @@ def test_flex_attention_itself_is_compiled() -> None:
     torch.testing.assert_close(out, tilegen.flex_attention(q, k, v, **arguments))
 
 
-def test_what_may_be_nan_is_compiled() -> None:
+def test_masks_that_may_be_nan_are_compiled() -> None:
     def mask(b: Any, h: Any, i: Any, j: Any) -> Any:
         return ~(torch.sqrt(9.0 - i) < j)
 
@@ -221,7 +221,7 @@ UNSEEN: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", UNSEEN)
-def test_what_the_tracer_is_not_shown_is_refused(name: str) -> None:
+def test_operations_hidden_from_the_tracer_are_refused(name: str) -> None:
     """torch.compile of PyTorch 2.13 calls no function mode for the builtin abs."""
 
     def mask(b: Any, h: Any, i: Any, j: Any) -> Any:
@@ -266,7 +266,7 @@ def test_forms_that_a_trace_follows(name: str) -> None:
         torch.testing.assert_close(compiled(*qkv()), run(*qkv()))
 
 
-def test_what_is_made_outside_is_what_it_was_when_it_was_made() -> None:
+def test_masks_made_outside_keep_their_values() -> None:
     width, table = 3, torch.arange(ROWS) % 5
 
     def mask(b: Any, h: Any, i: Any, j: Any) -> Any:
@@ -302,7 +302,7 @@ def test_numbers_that_are_given_are_followed() -> None:
         torch.testing.assert_close(compiled(*qkv(), *numbers), run(*qkv(), *numbers))
 
 
-def test_what_cannot_be_traced_is_named() -> None:
+def test_operations_that_cannot_be_traced_are_named() -> None:
     def run(q: Any, k: Any, v: Any) -> Any:
         return tilegen.attention(q, k, v, score=lambda s, b, h, i, j: torch.lgamma(s).cumsum(0))
 

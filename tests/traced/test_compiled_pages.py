@@ -112,7 +112,7 @@ def test_steps_of_decoding_are_one_graph(layout: str) -> None:
     assert len(graphs) == 1
 
 
-def test_what_is_written_is_seen_by_what_reads_it() -> None:
+def test_writes_are_seen_by_later_reads() -> None:
     """Also where functions replace what changes in place, and pages of keys and of values are
     views of one tensor."""
 
@@ -197,7 +197,7 @@ def test_gradients_are_refused() -> None:
         torch.testing.assert_close(compiled(**given), CALLS["causal"](**given))
 
 
-def test_what_does_not_fit_is_refused_when_it_runs() -> None:
+def test_sizes_that_do_not_fit_are_refused_at_run_time() -> None:
     given = call([70, 9], [3, 2]) | {"kv_lengths": torch.tensor([81, 9])}
     compiled = torch.compile(CALLS["causal"], fullgraph=True, backend="eager")
     with pytest.raises(TilegenError, match=r"kv_lengths must be 0\.\.80"):

@@ -102,7 +102,7 @@ def test_vmap() -> None:
         torch.testing.assert_close(item, _expected((q, k, v, bias))[0])
 
 
-def test_what_mask_and_score_read_is_transformed_too() -> None:
+def test_tensors_of_mask_and_score_are_transformed_too() -> None:
     q, k, v, bias = _given()
     grads = torch.func.grad(lambda item: _loss(q, k, v, item))(bias)
     torch.testing.assert_close(grads, _expected((q, k, v, bias))[3])
