@@ -31,7 +31,7 @@ class Environment:
     """Columns that every row of a result file ends with; rows inherit them."""
 
     gpu: str
-    """Name that the driver gives the GPU; the processor's where there is none."""
+    """Name that the driver gives the GPU; the processor's if there is none."""
     driver: str
     cuda: str
     python: str

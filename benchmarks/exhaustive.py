@@ -4,7 +4,7 @@
 
 A problem is a workload's name or the notation, and is recorded as its bucket, as tuning does.
 Kernels that spill much are timed too, which the tuner does not do. Every timing is on disk when it
-is taken; the same command goes on where it was stopped. `python -m benchmarks.tuner_quality` reads
+is taken; the same command continues where it stopped. `python -m benchmarks.tuner_quality` reads
 what this writes.
 """
 

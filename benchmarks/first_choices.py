@@ -4,8 +4,8 @@
 
 Each kernel of each problem of the catalogue that either commit chooses has a line. Both configs are
 compiled with today's kernels, so that the two times differ by the config alone. The earlier choices
-lie in results/first_choices_before.csv; they were launched without being compiled first. Needs no
-GPU; keeps what it has written, and goes on where it was stopped.
+are in results/first_choices_before.csv; they were launched without being compiled first. Needs no
+GPU; keeps what it has written, and continues where it stopped.
 """
 
 from __future__ import annotations

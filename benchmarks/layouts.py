@@ -46,7 +46,7 @@ LAYOUTS = {
     "vLLM LBNHC": "(pages, page, heads, 2 * dim), keys before values",
     "vLLM LBHNC": "(pages, heads, page, 2 * dim), keys before values",
 }
-"""Layouts, and how a layer's cache lies in memory; NHD and HND are of keys or of values."""
+"""Layouts, and the order of a layer's cache in memory; NHD and HND are of keys or of values."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ Each kernel of each problem of the catalogue, or of those that are named, is com
 would settle on it, and its main loop read: one row with resources, clocks of each unit for
 128 x 128 scores, and the predicted time before and after. With --neighbours the configs that differ
 by one step of one knob are compiled as well, and those that are faster by their machine code are
-named. Needs no GPU; keeps what it has written, and goes on where it was stopped.
+named. Needs no GPU; keeps what it has written, and continues where it stopped.
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ def committed() -> list[Path]:
 
 
 def read(path: Path) -> Recording:
-    """Return a recording; a line that a killed run left torn is passed over.
+    """Return a recording; a line that a killed run left torn is skipped.
 
     Raises InvalidRecord for a file that is no recording.
     """

@@ -4,7 +4,7 @@
 
 Eager attention, SDPA and tilegen (and FlexAttention on a GPU) train the same random weights on the
 same batches, each in a process of its own with a memory limit, step by step in turns. A case that
-does not fit is a row. A run that was stopped goes on where it was.
+does not fit is a row. A stopped run continues where it stopped.
 """
 
 from __future__ import annotations

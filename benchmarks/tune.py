@@ -3,7 +3,7 @@
     python -m benchmarks.tune --minutes 10
 
 Winners go to the own record directory (TILEGEN_CACHE_DIR); what has a measured record there is left
-alone, so a run that was stopped goes on where it was.
+alone, so a stopped run continues where it stopped.
 """
 
 from __future__ import annotations

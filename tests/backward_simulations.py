@@ -207,7 +207,7 @@ def small_cache(m: SlowMemory) -> None:
 
 
 def _sum_over_rows(m: SlowMemory, square: str, rows: str, result: str) -> None:
-    """Store square^T rows, added up over the rows of all heads."""
+    """Store square^T rows, summed over the rows of all heads."""
     t = m.shape
     for c in spans(t.columns, t.B_p):
         for e in spans(m.arrays[rows].shape[2], t.B_e):

@@ -12,7 +12,7 @@ Folders are spread over all cores by pytest-xdist, where it is installed.
 | compiler     | Triton, LLVM     | yes                                                 |
 | compiled     | Triton, LLVM     | yes                                                 |
 | interpret    | Triton, no GPU   | through test_interpret.py, in a process of its own  |
-| gpu          | a CUDA device    | yes; where there is none, rehearsed by rehearsal.py |
+| gpu          | a CUDA device    | yes; if there is none, rehearsed by rehearsal.py |
 
 explaining, theory and benchmarks are as pure, and about one thing each.
 """

@@ -56,7 +56,7 @@ def write_cpu_bundle(
     out: Path,
     directions: Sequence[Direction] = BOTH,
 ) -> Path:
-    """Write a bundle for processors; skip the test where there is no linker for one of them."""
+    """Write a bundle for processors; skip the test if there is no linker for one of them."""
     for arch in archs:
         try:
             shared_objects.linker_of(PROCESSORS[arch])

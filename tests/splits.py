@@ -28,7 +28,7 @@ def backward(
     family: str, *, stays: int = 16, passes: int = 16, length: int = 32, rows: int = 4
 ) -> dict[Kernel, TileConfig]:
     """Return configs for a forward and a family of a backward: tiles of so many rows that stay and
-    that pass, splits of so many rows, and so many rows of a result in a program that adds up."""
+    that pass, splits of so many rows, and so many rows of a result in a program that sums."""
     columns = TileConfig(block_m=passes, block_n=stays, split_kv=length)
     queries = TileConfig(block_m=stays, block_n=passes, split_kv=length)
     sums = TileConfig(block_m=rows, block_n=2)

@@ -32,7 +32,7 @@ from tilegen.errors import TilegenError, Unsupported
 
 OUT = RESULTS / "published"
 FITTED = ("rates.tensor_efficiency", "rates.step_clk", "rates.spilled")
-"""Constants of the RTX 3090's family that its sweeps can tell apart."""
+"""Constants of the RTX 3090's family that its sweeps can distinguish."""
 
 
 def in_absolute_terms(sweep: Sweep) -> bool:

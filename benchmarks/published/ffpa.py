@@ -1,7 +1,7 @@
 """FFPA's winners for head dims of 320 to 1024, which its kernels take in slices.
 
-Its forward adds up a whole row of the output while slices of Q and K pass, as `fwd_streamed` does.
-Its backward kernels add up slices of gradients in one program, as no kernel of tilegen does.
+Its forward sums a whole row of the output while slices of Q and K pass, as `fwd_streamed` does. Its
+backward kernels sum slices of gradients in one program, as no kernel of tilegen does.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ Rows = list[dict[str, str]]
 
 
 def require_matplotlib() -> None:
-    """End with one line where there is no matplotlib."""
+    """End with one line if there is no matplotlib."""
     try:
         import matplotlib
     except ImportError:

@@ -78,7 +78,7 @@ class VerdictRow(Environment):
 
 
 def totals(launches: Sequence[Counted]) -> dict[str, dict[str, float]]:
-    """Return the counters of each function, all its launches added up."""
+    """Return the counters of each function, all its launches summed."""
     by_function: dict[str, dict[str, float]] = {}
     for launch in launches:
         mine = by_function.setdefault(launch.function, {})

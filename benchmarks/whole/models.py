@@ -141,7 +141,7 @@ class Model:
 
 
 def require_transformers() -> None:
-    """End with one line where there is no transformers."""
+    """End with one line if there is no transformers."""
     if find_spec("transformers") is None:
         print("models need transformers; install it with: pip install 'tilegen[integrations]'")
         raise typer.Exit(1)

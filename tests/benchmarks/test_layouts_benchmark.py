@@ -36,7 +36,7 @@ def test_contiguous_bytes_follow_from_strides(layout: str, stride: int, run: int
         stride,
         run,
     )
-    # Keys of 80 bytes start a sector, or lie in the midst of one, which their neighbour shares.
+    # Keys of 80 bytes start a sector, or are in the midst of one, which their neighbour shares.
     held = {(key * stride + byte) // layouts.SECTOR for key in range(8) for byte in range(80)}
     assert actual["sectors_per_key"] == len(held) / 8
     assert (len(held) == 20) == (layout == "HND")

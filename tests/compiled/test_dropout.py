@@ -1,5 +1,5 @@
-"""Dropout in emitted kernels, compiled for the CPU: the same pairs as PyTorch's, whatever
-the tiles; outputs and gradients; bytes."""
+"""Dropout in emitted kernels, compiled for the CPU: the same pairs as PyTorch's, for any tiles;
+outputs and gradients; bytes."""
 
 from __future__ import annotations
 

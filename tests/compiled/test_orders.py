@@ -87,7 +87,7 @@ def _backwards(loop: re.Match[str]) -> str:
 @pytest.fixture
 def other_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have kernels compiled with vectors of another width, or without fused products: sums and
-    products add up in another order, and round otherwise."""
+    products sum in another order, and round otherwise."""
     other = replace(TARGETS.get("sse2", WIDE), level=target.host().level)
     monkeypatch.setattr(target, "host", lambda: other)
 

@@ -121,7 +121,7 @@ def test_splits_drop_the_same_weights() -> None:
 
 
 def test_rows_and_columns_with_nothing_kept_get_exactly_nothing() -> None:
-    """All splits of theirs are empty: sums of nothing, whatever lies in the partial results."""
+    """All splits of theirs are empty: sums of nothing, whatever is in the partial results."""
     problem = AttentionProblem.parse("b1 hq2 hkv1 q100 kv40 d32 bf16 causal(bottom_right)")
     configs = backward("split_backward")
     outputs = run(rendered(problem, configs), make_inputs(problem), 0.2)

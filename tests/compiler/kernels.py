@@ -236,7 +236,7 @@ def scatter_add(value_ptr, index_ptr, out_ptr, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def reshaped(x_ptr, out_ptr, M: tl.constexpr, N: tl.constexpr):
-    """A tile whose rows are cut in two, added up over the first of three axes."""
+    """A tile whose rows are cut in two, summed over the first of three axes."""
     rows, columns = tl.arange(0, M), tl.arange(0, N)
     x = tl.load(x_ptr + rows[:, None] * N + columns[None, :])
     y = tl.sum(tl.reshape(x, [M // 2, 2, N]), 0)

@@ -52,7 +52,7 @@ class Problem:
     trained: tuple[str, ...] = ()
     """The tables that get gradients."""
     layouts: tuple[Layout, ...] = DENSE
-    """How q, k, v and the gradient of out lie in memory."""
+    """Memory layout of q, k, v and the gradient of out."""
     configs: dict[str, str] = field(default_factory=dict[str, str])
     """The kernels and their tiles; none: what the model chooses."""
     invariant: bool = False
@@ -63,7 +63,7 @@ class Problem:
     latent: bool = False
     """True if values are the first columns of keys."""
     page: int = 0
-    """Keys of a page, where they lie in pages."""
+    """Keys of a page, where they are in pages."""
     page_layout: Literal["NHD", "HND"] = "NHD"
     compiled: bool = False
     """True if torch.compile traces the call, and what makes its mask and score."""

@@ -57,7 +57,7 @@ def unpacked(tokens: torch.Tensor, lengths: Sequence[int], longest: int) -> torc
 
 @dataclass(frozen=True)
 class Packing:
-    """What a call of a problem takes and gives in the place of padded tensors."""
+    """What a call of a problem takes and gives instead of padded tensors."""
 
     problem: Problem
 
@@ -105,7 +105,7 @@ def attend_varlen(problem: Problem, options: dict[str, Any]) -> Any:
 
 
 def attend_pages(problem: Problem, options: dict[str, Any]) -> Any:
-    """Return how queries attend to padded keys and values that lie in pages, as (out, lse).
+    """Return how queries attend to padded keys and values that are in pages, as (out, lse).
 
     Elements outside of requests are NaN, which shows if they are read.
     """

@@ -132,7 +132,7 @@ def _parts(node: ast.expr) -> Iterator[ast.expr]:
 
 
 class _Swap(ast.NodeTransformer):
-    """Puts one node in the place of another."""
+    """Replaces one node by another."""
 
     def __init__(self, old: ast.AST, new: ast.AST) -> None:
         """`old` is a node of the tree that is visited."""

@@ -35,7 +35,7 @@ def compare(results: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...
 
 @pytest.fixture
 def active(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """tilegen in the place of PyTorch's flash attention; its passes are listed as they run."""
+    """tilegen instead of PyTorch's flash attention; its passes are listed as they run."""
     ran: list[str] = []
     for name, operator in flash_backend.OPERATORS.items():
 

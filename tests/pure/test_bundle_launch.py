@@ -247,7 +247,7 @@ def kind(argument: Any) -> Any:
 
 
 def described(values: list[Any], result: Any) -> list[Any]:
-    """Return arguments with results in the place of their addresses, floats as fp32 has them."""
+    """Return arguments with results instead of their addresses, floats as fp32 has them."""
     made = {
         one.data_ptr(): f"result {i}"
         for i, one in enumerate(flat(result))

@@ -1,4 +1,4 @@
-"""Intervals that lie in others, whatever the tile and the lengths are."""
+"""Intervals contained in others, whatever the tile and the lengths are."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def test_list_shows_all_files_of_all_locations_and_changes_none(tmp_path: Path) 
     (folder / "moved.json").write_text(record(us=1.0).to_json())
     (folder / "old.json.broken").write_text("{")
     shipped = place(tmp_path / "shipped", record(gpu="a100", arch="sm_80"), "shipped")
-    (folder_of(good) / "trials" / "h200").mkdir(parents=True)  # other things lie there, too
+    (folder_of(good) / "trials" / "h200").mkdir(parents=True)  # other things are there, too
     before = sorted(tmp_path.rglob("*"))
     listed = {Path(entry.name).name: entry for entry in list_records([good])}
     assert set(listed) == {RECORD.path.name, "torn.json", "moved.json", "old.json.broken"}

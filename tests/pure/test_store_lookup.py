@@ -1,4 +1,4 @@
-"""Looking up: the order of locations, what is passed over, and what is borrowed."""
+"""Looking up: the order of locations, what is skipped, and what is borrowed."""
 
 from __future__ import annotations
 

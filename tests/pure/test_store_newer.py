@@ -1,4 +1,4 @@
-"""What a newer tilegen, or one with another SymPy, has written: passed over, never harmed."""
+"""What a newer tilegen, or one with another SymPy, has written: skipped, never harmed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tasks: the model and the choice take them in the place of loose kernels, problems and devices."""
+"""Tasks: the model and the choice take them instead of loose kernels, problems and devices."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def streamed_lengths(
 def counted(
     problem: AttentionProblem, block_m: int, block_n: int, kernel: Kernel
 ) -> tuple[int, int]:
-    """Bytes read and written, added up tile by tile as the kernels load and store them."""
+    """Bytes read and written, summed tile by tile as the kernels load and store them."""
     p, size = problem, problem.element_bytes
     width = (p.head_dim_qk + p.head_dim_v) * size
     rows = p.batch * p.num_heads_q * p.seqlen_q

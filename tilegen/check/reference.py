@@ -41,7 +41,7 @@ def make_inputs(
 ) -> Inputs:
     """Make random normal inputs.
 
-    With `heads_inside` they lie in memory as (batch, seqlen, heads, dim). `sigma` is the standard
+    With `heads_inside` they are in memory as (batch, seqlen, heads, dim). `sigma` is the standard
     deviation of q, and scales the logits.
     """
     generator = torch.Generator().manual_seed(seed)

@@ -59,7 +59,7 @@ class ModelMask:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """The shape of a tensor in its place."""
+        """The shape that the mask would have as a tensor."""
         return (self.batch, 1, *self.lengths)
 
     def contiguous(self) -> ModelMask:

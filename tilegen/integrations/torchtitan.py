@@ -1,8 +1,8 @@
 """tilegen as the inner attention of torchtitan's models.
 
-Use `FlexAttention.Config()` and `VarlenAttention.Config()` of this module in the place of
-torchtitan's, as `inner_attention=` of a layer's configuration. They are subclasses of torchtitan's,
-since models decide by the class which masks they make; both accept both kinds of masks.
+Use `FlexAttention.Config()` and `VarlenAttention.Config()` of this module instead of torchtitan's,
+as `inner_attention=` of a layer's configuration. They are subclasses of torchtitan's, since models
+decide by the class which masks they make; both accept both kinds of masks.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ class LaunchText:
     @cached_property
     def viewed(self) -> list[str]:
         """The tensors of the caller whose shapes and strides are in `laid`, in that order."""
-        # The kernel may take no strides of v, if values lie in keys; `laid` has them nevertheless.
+        # The kernel may take no strides of v, if values are in keys; `laid` has them nevertheless.
         strided = [x.of for x in self.spec.by_name.values() if x.taken == "stride"]
         strided += self._strided
         return [name for name in dict.fromkeys(strided) if name not in self.spec.made]

@@ -44,7 +44,7 @@ class StepCode:
 
 
 NUMBERS = tuple(x.name for x in fields(StepCode) if x.type == "int" and x.name != "rows")
-"""Fields that add up over steps."""
+"""Fields that are summed over steps."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -77,7 +77,7 @@ def _spec(text: str) -> Any:
 
 @dataclass(frozen=True)
 class _Place:
-    """The index of a tensor, in the place of that tensor in a cached mask or score."""
+    """The index of a tensor, instead of that tensor in a cached mask or score."""
 
     number: int
 

@@ -111,7 +111,7 @@ def function_of(run: Callable[..., np.ndarray]) -> Callable[[Tile], Tile]:
 def inline_asm_elementwise(
     asm: str, constraints: str, args: Sequence[Tile], dtype: Any, is_pure: bool, pack: int
 ) -> Tile:
-    """Result of the twin of an assembly text. Raises NotModelled where there is none."""
+    """Result of the twin of an assembly text. Raises NotModelled if there is none."""
     if (twin := _twins.get(asm)) is None:
         raise NotModelled(f"inline assembly needs a twin in Python (run(..., twins=)): {asm}")
     return twin(*args)
@@ -342,7 +342,7 @@ def _accumulator(machine: Machine, acc: Tile) -> np.ndarray:
 
 def warpgroup_mma_wait(num_outstanding: int = 0, deps: Sequence[Any] | None = None) -> Any:
     """wgmma.wait_group: all but the last `num_outstanding` products are done. Returns `deps`, with
-    values in the place of results that are there."""
+    values instead of results that are there."""
     machine = now()
     if deps is None:
         raise machine.fault("deps must be given: what products read and write until here")

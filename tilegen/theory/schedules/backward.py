@@ -223,7 +223,7 @@ BWD_SMALL_CACHE = Schedule(
         Term("p", "read", _T_EV * _SQUARE),
         Term("dout", "read", _T_CP * _ROWS * d_v),
         Term("dv", "write", N_kv * d_v),
-        # dS = P (dO V^T - delta), in the place of P
+        # dS = P (dO V^T - delta), in the memory of P
         Term("dout", "read", _T_C * _ROWS * d_v),
         Term("v", "read", g * _T_R * N_kv * d_v),
         Term("p", "read", _SQUARE),
