@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tilegen.cpu.processors import Processor
     from tilegen.device import Device
     from tilegen.emit.identity import RenderedKernel
+    from tilegen.explaining.machine_code import MachineCode
     from tilegen.explaining.text import Explanation
     from tilegen.gpus.spec import GpuSpec
     from tilegen.model.estimate import Candidate
@@ -85,31 +86,30 @@ def propose(
 
 def explain(
     problem: AttentionProblem | str,
-    gpu: GpuSpec | str | None = None,
+    gpu: Device | str | None = None,
     *,
     kernel: Kernel = ALL,
     config: TileConfig | str | None = None,
     fast_memory: int | str | None = None,
     by_model: bool = False,
 ) -> Explanation:
-    """Explain the tiles that a call would launch: formulas, numbers, lower bound, limit, and what
-    would change the choice.
+    """Explain the tiles that a call would launch, on a GPU or a processor: time, limit, lower
+    bound, formulas, and what would change the choice.
 
-    Without a record, a few tiles are compiled, as a call does. With `by_model`, or with another
-    `fast_memory` (see `propose`), the model's first tile is explained and nothing is compiled. A
-    `config` replaces either choice. `kernel` defaults to all kernels of the problem. Raises
-    Unsupported.
+    Without a record, a few tiles are compiled for a GPU, as a call does. With `by_model`, or with
+    another `fast_memory` (see `propose`), the model's first tile is explained, nothing is compiled
+    and no record is read. A `config` replaces either choice. `kernel` defaults to all kernels of
+    the problem. Raises Unsupported.
     """
+    from tilegen.devices import device_of
     from tilegen.explaining.explanation import explain_all
     from tilegen.explaining.text import Explanation
 
-    spec, parsed, tile = gpu_of(gpu, fast_memory), problem_of(problem), config_of(config)
+    spec, parsed, tile = device_of(gpu, fast_memory), problem_of(problem), config_of(config)
     by_model = by_model or fast_memory is not None
     named = kernels_named if by_model else kernels_in_use
     kernels = named(kernel, parsed, spec)
-    explained = tuple(
-        explain_all(parsed, spec, kernels, tile, by_model=by_model, alternatives=False)
-    )
+    explained = explain_all(parsed, spec, kernels, tile, by_model=by_model, alternatives=False)
     return Explanation(problem=parsed, gpu=spec, explained=explained, with_passes=kernel == ALL)
 
 
@@ -126,6 +126,18 @@ def read_code(
     Compiles `config`, or else the configs that a call would choose; needs no GPU. Raises
     Unsupported and BuildFailed.
     """
+    return [code.values for code in machine_code(problem, gpu, kernel, config, fast_memory)]
+
+
+def machine_code(
+    problem: AttentionProblem | str,
+    gpu: GpuSpec | str | None,
+    kernel: Kernel,
+    config: TileConfig | str | None,
+    fast_memory: int | str | None,
+) -> list[MachineCode]:
+    """Read the machine code of kernels as records; see `read_code`."""
+    from tilegen.devices import gpu_of
     from tilegen.explaining.machine_code import static
 
     spec, parsed, tile = gpu_of(gpu, fast_memory), problem_of(problem), config_of(config)
@@ -266,6 +278,7 @@ def verify(
     """
     from tilegen.check import verification
     from tilegen.check.sizes import checkable
+    from tilegen.devices import gpu_of
     from tilegen.pipeline import choose
 
     parsed, spec, tile = problem_of(problem).normal(), gpu_of(gpu), config_of(config)
@@ -306,28 +319,6 @@ def problems_of(
     return read_catalogue(Path(catalog)) if catalog else [problem_of(item) for item in several]
 
 
-def gpu_of(given: GpuSpec | str | None, fast_memory: int | str | None = None) -> GpuSpec:
-    """Return a GPU unchanged or by its name; for None, the local GPU or else the H200. Raises
-    Unsupported."""
-    from tilegen.devices import is_processor
-    from tilegen.gpus.spec import GpuSpec, current_gpu, parse_size, with_fast_memory
-    from tilegen.gpus.spec import gpu as gpu_named
-
-    if given is None:
-        spec = current_gpu()
-    else:
-        if isinstance(given, str) and is_processor(given):
-            raise Unsupported(
-                f"expected a GPU, got the processor {given}; to see its tiles, run "
-                f"tilegen propose PROBLEM --gpu {given}"
-            )
-        spec = given if isinstance(given, GpuSpec) else gpu_named(given)
-    if fast_memory is None:
-        return spec
-    size = parse_size(fast_memory) if isinstance(fast_memory, str) else fast_memory
-    return with_fast_memory(spec, size)
-
-
 def devices_of(
     given: GpuSpec | Processor | str | Sequence[GpuSpec | Processor | str] | None,
     arch: str | Sequence[str] = (),
@@ -335,6 +326,7 @@ def devices_of(
     """Return the GPUs of an argument, or else the processors, and the GPUs that stand for
     architectures. Raises Unsupported."""
     from tilegen.cpu.processors import PROCESSORS, Processor
+    from tilegen.devices import gpu_of
     from tilegen.gpus.spec import gpu_for
 
     archs = _several(arch)

@@ -22,11 +22,6 @@ def device_named(name: str) -> Device:
     return processors[key] if key in processors else gpu(name)
 
 
-def is_processor(name: str) -> bool:
-    """Check whether a name is that of a processor."""
-    return name.strip().lower() in {HERE, *(spec.name for spec in cpus.catalogue())}
-
-
 def device_of(given: Device | str | None, fast_memory: int | str | None = None) -> Device:
     """Return a device unchanged or by its name; for None, the local GPU or else the H200.
     `fast_memory` replaces a GPU's: see `api.propose`. Raises Unsupported."""
@@ -36,8 +31,26 @@ def device_of(given: Device | str | None, fast_memory: int | str | None = None) 
     if fast_memory is None:
         return device
     if not isinstance(device, GpuSpec):
-        raise Unsupported(
-            f"fast_memory is for GPUs, got the processor {device.name}; leave fast_memory out"
-        )
+        raise Unsupported(f"fast_memory is for GPUs, got {device.name}; leave it out")
+    return with_size(device, fast_memory)
+
+
+def gpu_of(given: Device | str | None, fast_memory: int | str | None = None) -> GpuSpec:
+    """Return a GPU, as `device_of` does. Raises Unsupported for a processor."""
+    device = device_of(given)
+    if isinstance(device, GpuSpec):
+        return with_size(device, fast_memory)
+    name = given if isinstance(given, str) else device.name
+    raise Unsupported(
+        f"expected a GPU, got the processor {name}; for its tiles and why: "
+        f"tilegen explain PROBLEM --gpu {name}"
+    )
+
+
+def with_size(gpu: GpuSpec, fast_memory: int | str | None) -> GpuSpec:
+    """Return a GPU with another size of shared memory per program: bytes, or text such as
+    `48KiB`. Raises Unsupported."""
+    if fast_memory is None:
+        return gpu
     size = parse_size(fast_memory) if isinstance(fast_memory, str) else fast_memory
-    return with_fast_memory(device, size)
+    return with_fast_memory(gpu, size)

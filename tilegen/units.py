@@ -70,7 +70,8 @@ def number_text(value: float) -> str:
 def percent_text(part: float) -> str:
     """Format a part of a whole: `86 %`, `0.3 %` below a tenth."""
     percent = 100 * part
-    return f"{percent:.0f} %" if abs(percent) >= 9.95 else f"{percent:.1f} %"
+    whole = abs(percent) >= 9.95 or percent == 0
+    return f"{percent:.0f} %" if whole else f"{percent:.1f} %"
 
 
 def _digits(value: float) -> str:

@@ -2,6 +2,7 @@
 agree."""
 
 import json
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -18,9 +19,12 @@ from tilegen.explaining.alternatives import (
     alternatives_of_pass,
     with_alternatives,
 )
-from tilegen.explaining.explanation import explain, explain_all
+from tilegen.explaining.explanation import explain_all
+from tilegen.explaining.gpu_records import KernelExplanation
+from tilegen.explaining.on_gpu import explain
 from tilegen.explaining.pass_choice import explain_pass
-from tilegen.explaining.text import latex_of_all, lines_of_all
+from tilegen.explaining.records import plain
+from tilegen.explaining.text import SECTIONS, latex_of_all, lines_of_all
 from tilegen.gpus.spec import GpuSpec, gpu, with_fast_memory
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.panels import rows_for
@@ -30,7 +34,7 @@ from tilegen.model.bounds import lower_bound_bytes
 from tilegen.model.traffic import terms_of
 from tilegen.problem import AttentionProblem
 from tilegen.task import KernelTask, PassTask
-from tilegen.units import seconds_text
+from tilegen.units import ratio_text, seconds_text
 
 LARGE = "b2 hq8 hkv2 q1000 d128/64 bf16 causal"
 SMALL = "hq6 hkv2 q3000 kv5000 d576/512 bf16 causal"  # several panels a head group
@@ -45,17 +49,22 @@ def parse(text: str) -> AttentionProblem:
 
 @cache  # tests read it, and none changes it
 def told(text: str, kernel: Kernel, spec: GpuSpec = H200) -> dict[str, Any]:
-    return explain(KernelTask.of(kernel, parse(text), spec))
+    return plain(explain(KernelTask.of(kernel, parse(text), spec)))
 
 
 @cache
 def told_of_pass(text: str, direction: Direction, spec: GpuSpec = H200) -> dict[str, Any]:
-    return explain_pass(parse(text), spec, direction)
+    return plain(explain_pass(parse(text), spec, direction))
 
 
 @cache
-def told_of_all(text: str) -> list[dict[str, Any]]:
+def told_of_all(text: str) -> tuple[Any, ...]:
     return explain_all(parse(text), H200, kernels_of(parse(text), H200), by_model=True)
+
+
+def of_gpu(explained: Sequence[Any]) -> list[KernelExplanation]:
+    assert all(isinstance(one, KernelExplanation) for one in explained)
+    return [*explained]
 
 
 def value(text: str, values: dict[str, float]) -> float:
@@ -137,8 +146,8 @@ def test_a_mask_that_keeps_nothing_is_explained(mask: str) -> None:
     """Nothing streams: L2 holds all heads."""
     for kernel in ("fwd", "bwd_dq"):
         text = f"hq8 q1024 d64 bf16 {mask}"
-        item = told(text, kernel) | {"rewriting": "", "pass": {"direction": direction_of(kernel)}}
-        every = with_alternatives([item], parse(text), H200, with_passes=False)
+        one = explain(KernelTask.of(kernel, parse(text), H200))
+        every = with_alternatives([one], parse(text), H200, with_passes=False)
         assert any("L2 holds all" in line for line in lines_of_all(every, with_passes=False))
 
 
@@ -200,7 +209,7 @@ def test_a_pass_sums_up_its_kernels(text: str, direction: Direction) -> None:
     "name, forward, backward",
     [("t4", 443, 355), ("a100", 507, 407), ("h200", 545, 437), ("b200", 674, 540)],
 )
-def test_regimes_are_given_in_words_and_bytes(name: str, forward: int, backward: int) -> None:
+def test_regimes_are_said_in_words_and_bytes(name: str, forward: int, backward: int) -> None:
     """The head dims are those derived from the schedules' constants, by hand and independently."""
     for direction, head_dim in zip(DIRECTIONS, (forward, backward), strict=True):
         regime = told_of_pass(LARGE, direction, gpu(name))["regime"]
@@ -234,8 +243,9 @@ def test_a_panel_is_shown_where_there_is_one() -> None:
 def test_another_memory_may_choose_another_family() -> None:
     problem = parse("hq8 q4096 d320 bf16")
     for direction in DIRECTIONS:
-        others = alternatives_of_pass(problem, H200, direction)["other_fast_memory"]
-        chosen = {one["fast_memory"]: one["family"] for one in others}
+        way = explain_pass(problem, H200, direction)
+        others = alternatives_of_pass(way, problem, H200).other_fast_memory or ()
+        chosen = {one.fast_memory: one.family for one in others}
         assert chosen == {
             size: family(problem, with_fast_memory(H200, size), direction)
             for size in OTHER_FAST_MEMORY
@@ -245,9 +255,9 @@ def test_another_memory_may_choose_another_family() -> None:
 
 def test_other_masks_are_those_that_the_problem_has_not() -> None:
     masks = {
-        text: [one["mask"] for one in alternatives["other_masks"]]
+        text: [one.mask for one in alternatives_of_pass(way, parse(text), H200).other_masks or ()]
         for text in (LARGE, WINDOW)
-        for alternatives in (alternatives_of_pass(parse(text), H200, "forward"),)
+        for way in (explain_pass(parse(text), H200, "forward"),)
     }
     assert masks == {LARGE: ["full"], WINDOW: ["full", "causal"]}
 
@@ -257,7 +267,7 @@ def test_other_masks_are_those_that_the_problem_has_not() -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_the_next_best_are_slower_with_the_reason(kernel: Kernel) -> None:
+def test_the_next_best_are_slower_and_it_is_said_why(kernel: Kernel) -> None:
     problem = parse(SMALL)
     ranked = propose(KernelTask.of(kernel, problem, H200), top=4)
     others = told(SMALL, kernel)["next_best"]
@@ -277,10 +287,10 @@ def test_the_next_best_are_slower_with_the_reason(kernel: Kernel) -> None:
 
 def test_a_config_of_ones_own_is_compared_with_better_ones() -> None:
     config = TileConfig(block_m=16, block_n=16, num_warps=4, num_stages=1)
-    kernel_task = explain(KernelTask.of("fwd", parse(LARGE), H200), config)
-    assert kernel_task["config"]["block_m"] == 16
-    assert all(one["slowdown"] < 1 for one in kernel_task["next_best"])
-    assert all(one["term_seconds"] < 0 for one in kernel_task["next_best"])
+    found = plain(explain(KernelTask.of("fwd", parse(LARGE), H200), config))
+    assert found["config"]["block_m"] == 16
+    assert all(one["slowdown"] < 1 for one in found["next_best"])
+    assert all(one["term_seconds"] < 0 for one in found["next_best"])
 
 
 def test_a_config_of_another_kind_of_kernel_is_refused() -> None:
@@ -309,36 +319,29 @@ def test_a_config_that_cannot_fit_has_no_time(name: str, needs: str) -> None:
 
 
 @pytest.mark.parametrize("text", [LARGE, SMALL])
-def test_the_text_and_the_json_agree(text: str) -> None:
+def test_the_text_says_what_the_json_says(text: str) -> None:
     explained = json.loads(run(text, "--gpu", "a100", "--json"))
-    shown = run(text, "--gpu", "a100")
-    assert shown.splitlines() == [
-        line.rstrip("\n") for line in lines_of_all(explained, with_passes=True)
-    ]
-    for explanation in explained:
-        assert f"{seconds_text(explanation['time']['seconds'])} predicted" in shown
-        assert f"limited by {explanation['time']['limit']}" in shown
-        assert f"{TileConfig(**explanation['config'])!r}" in shown
-        assert f"these tiles move {explanation['bound']['ratio']:.1f} times that" in shown
-        way = explanation["pass"]
-        assert f"{way['bound']['ratio']:.1f} times the lower bound of the pass" in shown
-        assert all(f"{way['direction']} for '" in shown for way in (explanation["pass"],))
-    assert [explanation["kernel"] for explanation in explained] == list(
-        kernels_of(parse(text), gpu("a100"))
-    )
-    assert all(
-        explanation["pass"]["direction"] == direction_of(explanation["kernel"])
-        for explanation in explained
-    )
+    shown = run(text, "--gpu", "a100", "--all")
+    for one in explained:
+        assert f"{seconds_text(one['time']['seconds'])} predicted" in shown
+        assert f"limited by {one['time']['limit']}" in shown
+        assert f"{TileConfig(**one['config'])!r}" in shown
+        assert f"these tiles move {ratio_text(one['bound']['ratio'])} times that" in shown
+        way = one["pass"]
+        assert f"{ratio_text(way['bound']['ratio'])} times the lower bound of the pass" in shown
+        assert f"{way['direction']}: {SECTIONS['pass']}" in shown
+        assert f"  family     {way['family']}\n" in shown
+    assert [one["kernel"] for one in explained] == list(kernels_of(parse(text), gpu("a100")))
+    assert all(one["pass"]["direction"] == direction_of(one["kernel"]) for one in explained)
 
 
 def test_one_kernel_alone_is_explained_without_its_pass() -> None:
-    shown = run(LARGE, "--gpu", "h200", "--kernel", "bwd_dq").splitlines()
-    assert shown[0].startswith("bwd_dq for '")
+    shown = run(LARGE, "--gpu", "h200", "--kernel", "bwd_dq", "--all").splitlines()
+    assert shown[1].startswith("kernel   bwd_dq ")
     assert not any("families" in line for line in shown)
 
 
-def test_another_fast_memory_is_shown_and_changes_the_bound() -> None:
+def test_another_fast_memory_is_said_and_changes_the_bound() -> None:
     shown = run(LARGE, "--gpu", "h200", "--fast-memory", "48KiB", "--kernel", "fwd")
     assert "on h200 with 48 KiB of shared memory" in shown
     (small,) = json.loads(
@@ -351,7 +354,7 @@ def test_another_fast_memory_is_shown_and_changes_the_bound() -> None:
 
 def test_json_is_finite_and_has_stable_keys() -> None:
     explained = [
-        json.loads(json.dumps(one, allow_nan=False))
+        json.loads(json.dumps(plain(one), allow_nan=False))
         for text in (LARGE, SMALL, WINDOW, "hq1 q1 d64 bf16")
         for one in told_of_all(text)
     ]
@@ -365,15 +368,12 @@ def test_json_is_finite_and_has_stable_keys() -> None:
 
 def test_latex_has_every_formula_and_is_balanced() -> None:
     explained = explain_all(parse(LARGE), H200, ("fwd", "bwd_dkdv"), by_model=True)
-    shown = "\n".join(latex_of_all(explained, with_passes=True))
+    shown = "\n".join(latex_of_all(of_gpu(explained), with_passes=True))
     assert run(LARGE, "--gpu", "h200", "--kernel", "fwd", "--latex").count("align*") == 8
-    for explanation in explained:
-        for term in terms_of(explanation["kernel"]):
+    for one in explained:
+        for term in terms_of(one.kernel):
             assert sympy.latex(term.words) in shown
-        assert (
-            str(explanation["traffic"]["read_bytes"] + explanation["traffic"]["write_bytes"])
-            in shown
-        )
+        assert str(one.traffic.read_bytes + one.traffic.write_bytes) in shown
     for what in (
         r"\Theta",
         r"\mathrm{LB}_1",
@@ -395,12 +395,12 @@ def test_latex_has_every_formula_and_is_balanced() -> None:
 def test_latex_can_be_set(text: str) -> None:
     """matplotlib sets all of it but environments; the one formula with cases is left out."""
     mathtext = pytest.importorskip("matplotlib.mathtext").MathTextParser("path")
-    results = set[str]()
-    for line in latex_of_all(told_of_all(text), with_passes=True):
+    found = set[str]()
+    for line in latex_of_all(of_gpu(told_of_all(text)), with_passes=True):
         if line.startswith("where "):
-            results.update(line.removeprefix("where ").split(", "))
+            found.update(line.removeprefix("where ").split(", "))
         elif line and not line.startswith(("%", r"\begin", r"\end")) and "cases" not in line:
             equation = line.removesuffix(r" \\").replace("&", "")
-            results.add(f"${equation}$")
-    for formula in sorted(results):
-        mathtext.parse(formula)
+            found.add(f"${equation}$")
+    for one in sorted(found):
+        mathtext.parse(one)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.explaining.test_explain import DIRECTIONS, H200, LARGE, SMALL, parse, run
+from tests.explaining.test_explain import DIRECTIONS, H200, LARGE, SMALL, of_gpu, parse, run
 from tests.tasks import task
 from tilegen.choose.families import kernels_of
 from tilegen.choose.ranker import propose
@@ -27,16 +27,16 @@ from tilegen.task import KernelTask
 def test_curves_cross_where_the_leading_terms_do(direction: Direction) -> None:
     """Long and unmasked: slopes of -1 and -1/2 where M is small, and above every bound."""
     problem = parse("hq8 q131072 d256 bf16")
-    actual = curves(problem, H200, direction)
-    for moved in (actual.large_cache, actual.small_cache):
+    found = curves(problem, H200, direction)
+    for moved in (found.large_cache, found.small_cache):
         known = np.isfinite(moved)
-        for bound in actual.bounds.values():
+        for bound in found.bounds.values():
             assert np.all(moved[known] >= bound[known])
-    cheaper = actual.memory[np.nanargmax(actual.large_cache < actual.small_cache)]
-    dividing = explain_pass(problem, H200, direction)["regime"]["dividing_bytes"]
+    cheaper = found.memory[np.nanargmax(found.large_cache < found.small_cache)]
+    dividing = explain_pass(problem, H200, direction).regime.dividing_bytes
     assert cheaper == pytest.approx(dividing, rel=0.15)
-    logs = np.log(actual.memory)
-    large, small = np.log(actual.large_cache), np.log(actual.small_cache)
+    logs = np.log(found.memory)
+    large, small = np.log(found.large_cache), np.log(found.small_cache)
     middle = slice(20, 50)
     assert np.polyfit(logs[middle], large[middle], 1)[0] == pytest.approx(-1, abs=0.1)
     assert -0.5 < np.polyfit(logs[:20], small[:20], 1)[0] < -0.35
@@ -45,21 +45,21 @@ def test_curves_cross_where_the_leading_terms_do(direction: Direction) -> None:
 def test_real_tiles_lie_above_the_best_ones() -> None:
     for text in (LARGE, "hq8 hkv2 q4096 d128 bf16 window(255,0)"):
         problem = parse(text)
-        actual = curves(problem, H200, "forward")
+        found = curves(problem, H200, "forward")
         cost = propose(KernelTask.of("fwd", problem, H200), top=1)[0].estimate
-        best = np.interp(H200.on_chip_bytes, actual.memory, actual.large_cache)
+        best = np.interp(H200.on_chip_bytes, found.memory, found.large_cache)
         assert cost.read_bytes + cost.write_bytes >= best
 
 
-def test_curves_count_visited_tiles_under_a_mask() -> None:
+def test_curves_count_what_tiles_visit_under_a_mask() -> None:
     """A tile of B_r rows meets B_r + 255 keys of a window, not its share of the kept entries."""
     problem = parse("hq8 hkv2 q8192 d128 bf16 window(255,0)")
-    actual = curves(problem, H200, "forward")
+    found = curves(problem, H200, "forward")
     for size in (2**18, 2**19, 2**20):
         block_m = int((size / 2 - 256) / (2 * 1 + 2 * 128 + 2 * 2 + 128))  # at B_c = 1, alpha = 2
         rows = visits_of(task("fwd", problem), block_m, 1).rows
         moved = 8 * (8192 * (256 * 2 + 4) + rows * 256 * 2)
-        shown = np.interp(size, actual.memory, actual.large_cache)
+        shown = np.interp(size, found.memory, found.large_cache)
         assert shown == pytest.approx(moved, rel=0.05)
 
 
@@ -71,7 +71,7 @@ def test_plots_are_files_of_their_kind(tmp_path: Path, suffix: str) -> None:
     pytest.importorskip("matplotlib")
     file = tmp_path / f"plot.{suffix}"
     text = run("hq2 q256 d64 bf16", "--gpu", "h200", "--kernel", "fwd", "--plot", str(file))
-    assert text.startswith("fwd for")
+    assert text.startswith("problem  b1 hq2 ")
     assert file.read_bytes().startswith(STARTS[suffix])
 
 
@@ -85,7 +85,7 @@ def test_a_plot_has_traffic_roofline_and_mask_for_each_pass(
     draw(
         problem,
         H200,
-        explain_all(problem, H200, kernels_of(problem, H200), by_model=True),
+        of_gpu(explain_all(problem, H200, kernels_of(problem, H200), by_model=True)),
         tmp_path / "a.png",
     )
     (drawn,) = saved
@@ -97,7 +97,7 @@ def test_a_plot_has_traffic_roofline_and_mask_for_each_pass(
     (mark,) = (line for line in traffic.lines if "M of h200" in str(line.get_label()))
     assert set(mark.get_xdata()) == {H200.on_chip_bytes}
     labels = " ".join(text.get_text() for text in roofline.get_legend().get_texts())
-    assert "L2 9.4 TB/s" in labels
+    assert "L2 9.37 TB/s" in labels
     best = propose(KernelTask.of("fwd_scores", problem, H200), top=1)[0]
     assert best.config.key in labels
     (points,) = (line for line in roofline.lines if line.get_label() == "fwd_scores, L2")
@@ -118,7 +118,7 @@ def test_the_mask_has_tiles_of_a_kernel_that_visits_them(
     saved: list[Any] = []
     monkeypatch.setattr(figure.Figure, "savefig", lambda self, *_, **__: saved.append(self))
     problem = parse("hq2 q256 d64 bf16 causal")
-    told = explain_all(problem, H200, kernels, by_model=True)
+    told = of_gpu(explain_all(problem, H200, kernels, by_model=True))
     draw(problem, H200, told, tmp_path / "a.png")
     axes = saved[0].axes[2]
     if len(kernels) == 1:
@@ -126,9 +126,9 @@ def test_the_mask_has_tiles_of_a_kernel_that_visits_them(
             "bwd_preprocess visits no tile of the mask"
         ]
         return
-    config = told[1]["config"]
-    assert f"tiles {config['block_m']} x {config['block_n']} of bwd_dkdv" in axes.get_title()
-    assert axes.get_yticks()[1] == config["block_m"] != told[0]["config"]["block_m"]
+    config = told[1].config
+    assert f"tiles {config.block_m} x {config.block_n} of bwd_dkdv" in axes.get_title()
+    assert axes.get_yticks()[1] == config.block_m != told[0].config.block_m
 
 
 def test_a_plot_that_is_cut_short_leaves_the_one_before(
@@ -145,13 +145,13 @@ def test_a_plot_that_is_cut_short_leaves_the_one_before(
 
     monkeypatch.setattr(figure.Figure, "savefig", cut_short)
     with pytest.raises(KeyboardInterrupt):
-        draw(problem, H200, explain_all(problem, H200, ("fwd",), by_model=True), file)
+        draw(problem, H200, of_gpu(explain_all(problem, H200, ("fwd",), by_model=True)), file)
     assert file.read_bytes() == b"the one before"
 
 
 def test_plot_errors_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = parse(LARGE)
-    explained = explain_all(problem, H200, ("fwd",), by_model=True)
+    explained = of_gpu(explain_all(problem, H200, ("fwd",), by_model=True))
     with pytest.raises(Unsupported, match=r"end in \.png, \.svg, \.pdf"):
         draw(problem, H200, explained, tmp_path / "plot.gif")
     with pytest.raises(Unsupported, match="no folder"):

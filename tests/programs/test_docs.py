@@ -89,15 +89,12 @@ def test_every_setting_is_on_its_page_and_there_are_few() -> None:
 
 
 def test_shown_output_of_explain_is_real() -> None:
-    from tilegen.explaining.explanation import explain_all
-    from tilegen.explaining.text import explain_lines
-    from tilegen.gpus.spec import gpu
-
-    problem = AttentionProblem.parse("b4 hq32 hkv8 q4096 d128 bf16 causal")
-    (told,) = explain_all(problem, gpu("h200"), ["fwd"])
-    lines = explain_lines(told)
-    (shown,) = blocks("console", EXPLAINING)
-    assert [line.rstrip() for line in shown.splitlines()[1:]] == [line.rstrip() for line in lines]
+    for page in (README, EXPLAINING):
+        for block in blocks("console", page):
+            command, *shown = block.splitlines()
+            words = shlex.split(command.removeprefix("$ tilegen "))
+            result = CliRunner().invoke(app, words, catch_exceptions=False)
+            assert shown == [line.rstrip() for line in result.stdout.splitlines()]
 
 
 def test_the_step_in_the_readme_is_emitted() -> None:

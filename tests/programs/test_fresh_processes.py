@@ -185,4 +185,4 @@ def test_nothing_but_plots_needs_matplotlib() -> None:
         f"sys.argv = ['tilegen', 'explain', '{PROBLEM}', '--gpu', 'h200', '--kernel', 'fwd']\n"
         "main()\n"
     )
-    assert warm.output(code).startswith("fwd for")
+    assert warm.output(code).startswith("problem  b1 hq8 ")

@@ -55,7 +55,7 @@ for text in ("hq16 hkv16 q4096 kv77 d64 bf16", "hq8 hkv2 q1 kv8192 d64 bf16"):
         assert render(problem, best.config, kernel).source
     print(*kernels)
 told = explain_all(problem, h200, ("fwd_split", "bwd_dkdv"), by_model=True)
-assert [one["pass"]["direction"] for one in told] == ["forward", "backward"]
+assert [one.pass_.direction for one in told] == ["forward", "backward"]
 assert lines_of_all(told, with_passes=True)
 print(*BACKWARD)
 """

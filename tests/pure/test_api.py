@@ -19,7 +19,7 @@ from tilegen import pipeline
 from tilegen.check.verification import Check
 from tilegen.cli.main import app
 from tilegen.errors import TilegenError, Unsupported
-from tilegen.explaining.explanation import BY_MODEL
+from tilegen.explaining.common import BY_MODEL
 from tilegen.kernels.config import TileConfig
 from tilegen.problem import AttentionProblem
 from tilegen.tuning.bench import Bench
@@ -72,17 +72,22 @@ def test_no_gpu_given_is_the_one_at_hand_or_the_h200(monkeypatch: pytest.MonkeyP
 def test_explain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = ("explain", PROBLEM, "--gpu", "h200", "--kernel", "bwd_preprocess", "--model")
     told = tilegen.explain(PROBLEM, "h200", kernel="bwd_preprocess", by_model=True)
-    assert told.text() + "\n" == printed(*asked)
-    assert "delta" in told.text()
-    assert not {"other_masks", "other_fast_memory"} & {*told.explained[0]}, "formulas need none"
+    assert printed(*asked).startswith(told.text() + "\n\nmore: ")
+    assert told.text("all") + "\n" == printed(*asked, "--all")
+    sections = ("--section", "tile", "--section", "time")
+    assert told.text("time", "tile") + "\n" == printed(*asked, *sections)
+    assert "delta" in told.text("traffic")
+    assert "delta" not in told.text("time")
+    assert told.explained[0].other_masks is None, "formulas need none"
     monkeypatch.setattr(
-        "tilegen.explaining.explanation.explain_all", lambda *_, **__: list(told.explained)
+        "tilegen.explaining.explanation.explain_all", lambda *_, **__: told.explained
     )
     assert told.latex() + "\n" == printed(*asked, "--latex")
     assert plain(told.values) == values(*asked)
     whole = tilegen.explain(PROBLEM, "h200", by_model=True)
-    assert whole.text() + "\n" == printed("explain", PROBLEM, "--gpu", "h200", "--model")
-    assert "backward for" in whole.text()
+    everything = ("explain", PROBLEM, "--gpu", "h200", "--model", "--all")
+    assert whole.text("all") + "\n" == printed(*everything)
+    assert "backward: kernels" in whole.text("pass")
     drawn: list[Any] = []
     monkeypatch.setattr("tilegen.explaining.plot.draw", lambda *given: drawn.append(given))
     told.plot(tmp_path / "it.svg")

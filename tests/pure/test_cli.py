@@ -120,7 +120,7 @@ def test_fast_memory_is_respected() -> None:
 
 
 def test_explain_says_why() -> None:
-    text = run("explain", PROBLEM, "--gpu", "a100", "--kernel", "fwd")
+    text = run("explain", PROBLEM, "--gpu", "a100", "--kernel", "fwd", "--all")
     for what in ("because", "V_kv*d_qk*g", "bound", "next best", "with other fast memory", "waves"):
         assert what in text
     explained = json.loads(run("explain", PROBLEM, "--gpu", "a100", "--json"))
@@ -132,7 +132,8 @@ def test_explain_says_why() -> None:
 
 
 def test_explain_of_a_config_of_ones_own() -> None:
-    text = run("explain", PROBLEM, "--gpu", "h200", "--kernel", "fwd", "--config", "m16n16w4s1")
+    asked = ("--kernel", "fwd", "--config", "m16n16w4s1", "--section", "tile")
+    text = run("explain", PROBLEM, "--gpu", "h200", *asked)
     assert "TileConfig(block_m=16, block_n=16, num_warps=4, num_stages=1)" in text
     assert "times as long as the model's choice" in text
 

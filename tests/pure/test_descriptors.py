@@ -177,7 +177,7 @@ def test_calls_that_cannot_use_descriptors_do_not(monkeypatch: pytest.MonkeyPatc
 
 def test_explain_says_how_tiles_are_loaded() -> None:
     def loads(text: str, name: str, kernel: str, config: str) -> list[str]:
-        told = tilegen.explain(text, name, kernel=kernel, config=config).text()
+        told = tilegen.explain(text, name, kernel=kernel, config=config).text("tile")
         return re.findall(r"^  loads      (.*)$", told, re.MULTILINE)
 
     causal = "b1 hq8 hkv2 q1024 d64 bf16 causal"

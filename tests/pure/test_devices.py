@@ -29,8 +29,8 @@ def test_names_of_gpus_and_processors() -> None:
     with pytest.raises(Unsupported, match="fast_memory is for GPUs, got the processor zen5"):
         device_of("zen5", "48KiB")
     assert device_of("a100", 65536).name == "a100"
-    with pytest.raises(Unsupported, match="tilegen propose PROBLEM --gpu zen5"):
-        api.explain("hq2 q64 d64 fp32 full", "zen5")
+    with pytest.raises(Unsupported, match="tilegen explain PROBLEM --gpu zen5"):
+        api.verify("hq2 q64 d64 fp32 full", "zen5")
 
 
 def test_proposals_for_a_processor() -> None:

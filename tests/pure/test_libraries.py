@@ -118,7 +118,7 @@ def test_who_asks_is_told_what_computes(monkeypatch: pytest.MonkeyPatch) -> None
         }  # fmt: skip
         assert ("library: flash" in ours.describe(PROBLEM, "forward")) == saved
         for kernel, library in (("fwd", saved), ("bwd_dq", False)):
-            explained = api.explain(PROBLEM, SPEC, kernel=kernel).text()
+            explained = api.explain(PROBLEM, SPEC, kernel=kernel).text("tile")
             assert ("calls go to library: flash" in explained) == library
 
 

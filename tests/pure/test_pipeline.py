@@ -22,6 +22,7 @@ from tilegen.choose import records
 from tilegen.choose.families import family
 from tilegen.choose.ranker import propose
 from tilegen.explaining.explanation import explain_all
+from tilegen.explaining.gpu_records import PassExplanation
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import FAMILIES, KERNELS
@@ -85,9 +86,10 @@ def test_an_explanation_is_about_the_family_that_calls_use() -> None:
     for by_model, expected in ((False, "q_streamed"), (True, "q_stationary")):
         kernel = FAMILIES["forward"][expected].names[0]
         (told,) = explain_all(LARGE, H200, [kernel], by_model=by_model, alternatives=False)
-        assert told["pass"]["family"] == expected
-        assert told["pass"]["kernels"] == [kernel]
-        assert ("measured" in told["pass"]["because"]) == (not by_model)
+        assert isinstance(told.pass_, PassExplanation)
+        assert told.pass_.family == expected
+        assert told.pass_.kernels == (kernel,)
+        assert ("measured" in told.pass_.because) == (not by_model)
 
 
 def test_a_kernel_is_shown_as_calls_launch_it_or_as_the_model_has_it() -> None:

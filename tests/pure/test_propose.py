@@ -108,7 +108,7 @@ def test_reasons_are_one_sentence_with_numbers(kernel: Kernel) -> None:
 def test_masks_that_keep_no_pair(head_dim: int | str) -> None:
     problem = PARSE(f"b2 hq4 hkv2 q1024 kv1024 d{head_dim} bf16 keep(k<0)")
     told = explain_all(problem, gpu("h200"), kernels_of(problem, gpu("h200")), by_model=True)
-    assert all(item["bound"]["ratio"] is None or item["bound"]["ratio"] >= 1 for item in told)
+    assert all(item.bound.ratio is None or item.bound.ratio >= 1 for item in told)
     assert "times the lower bound of the pass" in "\n".join(lines_of_all(told, with_passes=True))
     for kernel, item in choose(problem, gpu("h200")).items():
         assert item.ranked.candidates[0].reason, kernel

@@ -19,7 +19,7 @@ from tilegen.choose.ranker import estimate, joining, propose
 from tilegen.choose.search_space import all_configs
 from tilegen.emit.render import render
 from tilegen.errors import Unsupported
-from tilegen.explaining.explanation import explain
+from tilegen.explaining.on_gpu import explain
 from tilegen.explaining.pass_choice import explain_pass
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import TileConfig
@@ -123,9 +123,9 @@ def test_sums_are_of_the_splits_that_the_model_proposes() -> None:
         split = propose(KernelTask.of(f"{kernel}_split", problem, H200), top=1)[0].config
         assert joining(KernelTask.of(f"{kernel}_sum", problem, H200)).joined == split
         assert joining(KernelTask.of(kernel, problem, H200)).joined is None
-        told = explain(KernelTask.of(f"{kernel}_sum", problem, H200))["traffic"]
+        told = explain(KernelTask.of(f"{kernel}_sum", problem, H200)).traffic
         count = splits_of(tiled(f"{kernel}_split", problem, split)).count
-        assert told["values"]["n_s"] == count > 1
+        assert told.values["n_s"] == count > 1
 
 
 def test_fewer_splits_a_step_take_longer() -> None:
@@ -174,12 +174,12 @@ def test_configs_of_other_kernels_are_refused(key: str, kernel: str, error: str)
 
 def test_an_explanation_says_how_it_is_split() -> None:
     told = explain(KernelTask.of("bwd_dkdv_split", CROSS, H200), TileConfig.parse("m64n64k512w4s2"))
-    assert told["splits"] == (
+    assert told.splits == (
         "8 of 512 queries, for tiles of 64 keys: 256 programs that find queries to visit, "
         "for 132 SMs"
     )
     told = explain(KernelTask.of("bwd_dq_split", SUFFIX, H200), TileConfig.parse("m64n64k8192w4s2"))
-    assert told["splits"].startswith("16 of 8192 keys, in tiles of 64 queries of 1 head: 512 ")
+    assert told.splits.startswith("16 of 8192 keys, in tiles of 64 queries of 1 head: 512 ")
 
 
 RENDERED = {

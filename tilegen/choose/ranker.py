@@ -67,7 +67,7 @@ def by_lower_bound(task: KernelTask, *, top: int = 10, describable: bool = True)
 
 def best_of(task: KernelTask) -> Candidate:
     """Return the first candidate of `propose`. Raises Unsupported."""
-    key = "best", task.kernel, task.joined, task.gpu
+    key = "best", task.kernel, task.joined, task.device
     return task.memo.once(key, lambda: propose(task, top=1)[0])
 
 

@@ -26,9 +26,7 @@ def reason_of(tiled: Tiled, cost: CostEstimate) -> str:
     moved = cost.read_bytes + cost.write_bytes
     needs = footprint(tiled)
     together = residents(needs, gpu, config)
-    waits_for = _WAITS_FOR[cost.limit]
-    if cost.limit == "tensor" and not on_tensor_cores(tiled.problem.dtype, gpu.arch):
-        waits_for = "fp32 multiply-adds"
+    waits_for = limit_in_words(tiled, cost)
     spills = f"; may spill {needs.spill_bytes} bytes a thread" if needs.spill_bytes else ""
     # The bound is 0 where a kernel only hands intermediates on and the mask keeps no pair.
     least = cost.lower_bound_bytes
@@ -39,3 +37,10 @@ def reason_of(tiled: Tiled, cost: CostEstimate) -> str:
         f"{together} program{'s' * (together > 1)} per SM with "
         f"{memory_text(cost.smem_bytes)} and {cost.registers} registers{spills}"
     )
+
+
+def limit_in_words(tiled: Tiled, cost: CostEstimate) -> str:
+    """Return the unit that a tile waits for, in words."""
+    if cost.limit == "tensor" and not on_tensor_cores(tiled.problem.dtype, tiled.gpu.arch):
+        return "fp32 multiply-adds"
+    return _WAITS_FOR[cost.limit]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilegen.api import gpu_of, kernel_named
+from tilegen.api import kernel_named
 from tilegen.cli.options import (
     DryRun,
     Json,
@@ -26,6 +26,7 @@ from tilegen.cli.options import (
     print_json,
 )
 from tilegen.cli.plans import plan_of, print_plans
+from tilegen.devices import gpu_of
 from tilegen.errors import Unsupported
 from tilegen.tuning.measure import DeviceLost
 from tilegen.units import us_text

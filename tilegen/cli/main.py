@@ -183,19 +183,26 @@ def explain(
     plot: Annotated[Path | None, typer.Option(help="draw to this .png, .svg or .pdf")] = None,
     by_model: ByModel = False,
     static: Annotated[
-        bool, typer.Option("--static", help="compile, and say what the machine code says")
+        bool, typer.Option("--static", help="compile, and describe the machine code, loop by loop")
     ] = False,
+    section: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="pass, tile, mask, traffic, bound, time, next, others or measured; repeatable"
+        ),
+    ] = None,
+    all_: Annotated[bool, typer.Option("--all", help="all sections")] = False,
     json_: Json = False,
 ) -> None:
-    """Say why: formulas, numbers, lower bound, what limits the kernel, what would change the
-    choice; or with --static what the compiler made of it, loop by loop.
+    """Explain the tile of each kernel in six lines: problem, kernel, time, limit, lower bound, and
+    what would change the choice; the numbers behind them by section.
 
     Example: tilegen explain "b4 hq32 hkv8 q4096 d128 bf16 causal" --gpu a100 --kernel fwd
     """
     if static:
-        read = api.read_code(problem, gpu, kernel=kernel, config=config, fast_memory=fast_memory)
+        read = api.machine_code(problem, gpu, kernel, config, fast_memory)
         if json_:
-            print_json(read)
+            print_json([code.values for code in read])
             return
         from tilegen.explaining.machine_code import static_lines
 
@@ -209,7 +216,13 @@ def explain(
     if json_:
         print_json(explanation.values)
         return
-    console.print(explanation.latex() if latex else explanation.text())
+    if latex:
+        console.print(explanation.latex())
+        return
+    sections = [*(section or ()), *([api.ALL] if all_ else ())]
+    console.print(explanation.text(*sections))
+    if not sections:
+        console.print("\nmore: --all, or --section NAME; see tilegen explain --help")
 
 
 @app.command()

@@ -1,103 +1,166 @@
-"""Choices for another fast memory or another mask, shown at the end of explanations."""
+"""Choices for another fast memory, processor or mask: the things that would change a choice."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TypedDict
 
+from tilegen.choose import on_cpu
 from tilegen.choose.families import family, ranked_families
-from tilegen.choose.ranker import best_of
+from tilegen.choose.ranker import best_of, estimate, joining
+from tilegen.cpus import spec as cpus
+from tilegen.device import Device
 from tilegen.errors import Unsupported
+from tilegen.explaining.common import task_of
+from tilegen.explaining.cpu_records import CpuExplanation, OnProcessor
+from tilegen.explaining.gpu_records import (
+    FamilyOnMemory,
+    FamilyUnderMask,
+    KernelExplanation,
+    OnMemory,
+    PassExplanation,
+)
+from tilegen.explaining.records import UnderMask
 from tilegen.gpus.spec import GpuSpec, with_fast_memory
-from tilegen.kernels.registry import KERNELS
+from tilegen.kernels.config import Family, TileConfig
 from tilegen.kernels.spec import Direction
 from tilegen.masks.mask import causal, full
-from tilegen.model.estimate import Candidate
+from tilegen.model.estimate import CostEstimate
 from tilegen.problem import AttentionProblem
 from tilegen.task import KernelTask
 
 OTHER_FAST_MEMORY = tuple(kib * 1024 for kib in (48, 64, 99, 163, 227))
 """Shared memory per program on GPUs from the GTX 1060 to the H200 [bytes]."""
 
-Values = dict[str, Any]
+Explained = KernelExplanation | CpuExplanation
+"""An explanation of a kernel on a GPU or on a processor."""
+
+
+class PickFields(TypedDict):
+    """The fields of a `Pick`."""
+
+    config: str | None
+    seconds: float | None
+    limit: str | None
+    reason: str
+
+
+class FamilyPickFields(TypedDict):
+    """The fields of a `FamilyPick`."""
+
+    family: Family | None
+    seconds: float | None
+    reason: str | None
 
 
 def with_alternatives(
-    explained: Sequence[Values],
+    explained: Sequence[Explained],
     problem: AttentionProblem,
-    device: GpuSpec,
+    device: Device,
     *,
     with_passes: bool = True,
-) -> list[Values]:
+) -> tuple[Explained, ...]:
     """Add alternatives to explanations of kernels and, `with_passes`, to those of their passes.
     Formulas and plots need none."""
     problem = problem.normal()
-    passes: dict[Direction, Values] = {
-        facts["pass"]["direction"]: facts["pass"] for facts in explained
-    }
-    if with_passes:
-        passes = {
-            direction: way | alternatives_of_pass(problem, device, direction)
-            for direction, way in passes.items()
-        }
+    passes: dict[Direction, PassExplanation] = {}
 
-    def of_kernel(facts: Values) -> Values:
-        spec = KERNELS[facts["kernel"]]
-        return _alternatives(
-            problem, device, lambda problem, gpu: _config(KernelTask(spec, problem, gpu))
-        )
+    def of_pass(way: PassExplanation | None) -> PassExplanation | None:
+        if way is None or not with_passes or not isinstance(device, GpuSpec):
+            return way
+        if way.direction not in passes:
+            passes[way.direction] = alternatives_of_pass(way, problem, device)
+        return passes[way.direction]
 
-    return [
-        facts | of_kernel(facts) | {"pass": passes[facts["pass"]["direction"]]}
+    return tuple(
+        replace(_on_gpu(facts, problem, device), pass_=of_pass(facts.pass_))
+        if isinstance(facts, KernelExplanation)
+        else _on_processor(facts, problem, device)
         for facts in explained
-    ]
+    )
 
 
-def alternatives_of_pass(
-    problem: AttentionProblem, device: GpuSpec, direction: Direction
-) -> Values:
-    """Return the best families of a pass for other fast memories and masks, as plain values."""
-    return _alternatives(problem, device, lambda problem, gpu: _family(problem, gpu, direction))
+def _on_gpu(
+    facts: KernelExplanation, problem: AttentionProblem, device: Device
+) -> KernelExplanation:
+    task = task_of(facts.kernel, problem, device)
+    memories = ((size, with_fast_memory(task.gpu, size)) for size in OTHER_FAST_MEMORY)
+    return replace(
+        facts,
+        other_fast_memory=tuple(
+            OnMemory(fast_memory=size, **_best(replace(task, device=gpu))) for size, gpu in memories
+        ),
+        other_masks=_under_masks(task),
+    )
 
 
-def _alternatives(
-    problem: AttentionProblem,
-    device: GpuSpec,
-    choice: Callable[[AttentionProblem, GpuSpec], Values],
-) -> Values:
-    return {
-        "other_fast_memory": [
-            {"fast_memory": size} | choice(problem, with_fast_memory(device, size))
-            for size in OTHER_FAST_MEMORY
-        ],
-        "other_masks": [
-            {"mask": mask.notation} | choice(replace(problem, mask=mask), device)
-            for mask in (full(), causal())
-            if mask != problem.mask
-        ],
-    }
+def _on_processor(
+    facts: CpuExplanation, problem: AttentionProblem, device: Device
+) -> CpuExplanation:
+    task = task_of(facts.kernel, problem, device)
+    others = [spec for spec in cpus.catalogue() if spec.name != device.name]
+    return replace(
+        facts,
+        other_processors=tuple(
+            OnProcessor(processor=spec.name, **_best(replace(task, device=spec))) for spec in others
+        ),
+        other_masks=_under_masks(task),
+    )
 
 
-def short(candidate: Candidate) -> Values:
-    """Return the config of a candidate with its time and reason, as plain values."""
-    cost = candidate.estimate
-    return {
-        "config": candidate.config.key,
-        "seconds": cost.seconds,
-        "limit": cost.limit,
-        "reason": candidate.reason,
-    }
+def _under_masks(task: KernelTask) -> tuple[UnderMask, ...]:
+    return tuple(
+        UnderMask(
+            mask=mask.notation, **_best(replace(task, problem=replace(task.problem, mask=mask)))
+        )
+        for mask in (full(), causal())
+        if mask != task.problem.mask
+    )
 
 
-def _config(task: KernelTask) -> Values:
+def _best(task: KernelTask) -> PickFields:
+    """Return the model's config, at the lengths of the problem."""
     try:
-        return short(best_of(task))
+        if isinstance(task.device, GpuSpec):
+            best = best_of(task)
+            return pick(best.config, best.estimate, best.reason)
+        task = joining(task)
+        config = on_cpu.chosen_config(task)
+        return pick(config, estimate(task.tiled(config)), "")
     except Unsupported as error:
         return {"config": None, "seconds": None, "limit": None, "reason": str(error)}
 
 
-def _family(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> Values:
+def pick(config: TileConfig, cost: CostEstimate, reason: str) -> PickFields:
+    """Return the fields that describe a config in a line."""
+    return {"config": config.key, "seconds": cost.seconds, "limit": cost.limit, "reason": reason}
+
+
+def alternatives_of_pass(
+    way: PassExplanation, problem: AttentionProblem, device: GpuSpec
+) -> PassExplanation:
+    """Add the best families for other fast memories and masks to the explanation of a pass."""
+    masks = [mask for mask in (full(), causal()) if mask != problem.mask]
+    return replace(
+        way,
+        other_fast_memory=tuple(
+            FamilyOnMemory(
+                fast_memory=size,
+                **_family(problem, with_fast_memory(device, size), way.direction),
+            )
+            for size in OTHER_FAST_MEMORY
+        ),
+        other_masks=tuple(
+            FamilyUnderMask(
+                mask=mask.notation, **_family(replace(problem, mask=mask), device, way.direction)
+            )
+            for mask in masks
+        ),
+    )
+
+
+def _family(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> FamilyPickFields:
     try:
         chosen = family(problem, gpu, direction)
         seconds = dict(ranked_families(problem, gpu, direction))[chosen]

@@ -6,10 +6,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from functools import cache, lru_cache
-from typing import Any, TypedDict
+from typing import Any
 
 import sympy as sp
 
+from tilegen.explaining.records import Formula
 from tilegen.kernels.config import Kernel
 from tilegen.kernels.panels import SCORE_WIDTH, panels_per_group
 from tilegen.kernels.registry import KERNELS
@@ -48,18 +49,10 @@ rho = sp.Symbol("rho", positive=True)
 Values = dict[sp.Symbol, Any]
 
 
-class Formula(TypedDict):
-    """An equation: the name of its left side, and its right side as text and as LaTeX."""
-
-    name: str
-    text: str
-    latex: str
-
-
 def formula(name: str, expression: sp.Expr) -> Formula:
     """Return an equation as text and as LaTeX."""
     text, in_latex = _written(expression)
-    return {"name": name, "text": text, "latex": in_latex}
+    return Formula(name=name, text=text, latex=in_latex)
 
 
 @lru_cache(maxsize=1024)  # kernels, bounds and regimes have a hundred expressions
@@ -74,15 +67,17 @@ def latex(expression: sp.Expr) -> str:
     return sp.latex(expression, symbol_names=words)
 
 
-def dram_formulas(kernel: Kernel, order: Order, values_in_keys: bool, pairs: bool) -> list[Formula]:
+def dram_formulas(
+    kernel: Kernel, order: Order, values_in_keys: bool, pairs: bool
+) -> tuple[Formula, ...]:
     """Return the formulas of the bytes between L2 and DRAM, and of rho; none for sliced kernels,
     which have no closed form."""
     if KERNELS[kernel].sliced:
-        return []
+        return ()
     moved = dram_bytes(kernel, values_in_keys, pairs)
-    formulas = [formula("DRAM bytes", moved)]
+    formulas = (formula("DRAM bytes", moved),)
     if rho in moved.free_symbols:
-        formulas.append(formula("rho", sweeps_of_heads(order)))
+        formulas += (formula("rho", sweeps_of_heads(order)),)
     return formulas
 
 

@@ -3,8 +3,7 @@ regime."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Sequence
 
 from tilegen.choose.families import (
     CLEARLY_FASTER,
@@ -15,6 +14,14 @@ from tilegen.choose.families import (
 )
 from tilegen.choose.ranker import best_of
 from tilegen.explaining.formulas import formula, named
+from tilegen.explaining.gpu_records import (
+    FamilyFacts,
+    FamilyKernel,
+    PanelFacts,
+    PassExplanation,
+    Regime,
+)
+from tilegen.explaining.records import BoundFacts, SubgridFacts
 from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Family
 from tilegen.kernels.panels import panels, panels_at_once, rows_for
@@ -37,110 +44,112 @@ from tilegen.theory import regimes
 
 def explain_pass(
     problem: AttentionProblem, gpu: GpuSpec, direction: Direction, used: FamilySpec | None = None
-) -> dict[str, Any]:
-    """Explain the choice of a pass's kernels, as plain values. They are those of the family `used`
-    by calls, by default those of the model's. Raises Unsupported."""
+) -> PassExplanation:
+    """Explain the choice of a pass's kernels. They are those of the family `used` by calls, by
+    default those of the model's. Raises Unsupported."""
     task = PassTask.of(direction, problem, gpu)
     problem = task.problem
     by_model = family(problem, gpu, direction)
     chosen = used.name if used else by_model
     fitting = dict(ranked_families(problem, gpu, direction))
-    families = [_family(task, name) for name in dict.fromkeys((*fitting, chosen))]
-    mine = next(facts for facts in families if facts["family"] == chosen)
-    bound = bound_of(task)
-    moved = mine["read_bytes"] + mine["write_bytes"]
+    families = tuple(_family(task, name) for name in dict.fromkeys((*fitting, chosen)))
+    mine = next(facts for facts in families if facts.family == chosen)
+    bound = bound_of(task, moved=mine.read_bytes + mine.write_bytes)
     regime = _regime(problem, gpu, direction)
-    return {
-        "direction": direction,
-        "family": chosen,
-        "because": _because(problem, direction, regime, chosen, families)
-        if chosen == by_model
-        else f"agreed by all ranks, or measured to be faster than {by_model}, the model's",
-        "kernels": [kernel["kernel"] for kernel in mine["kernels"]],
-        "seconds": mine["seconds"],
-        "read_bytes": mine["read_bytes"],
-        "write_bytes": mine["write_bytes"],
-        "families": families,
-        "left_out": {
+    because = f"agreed by all ranks, or measured to be faster than {by_model}, the model's"
+    if chosen == by_model:
+        because = _because(problem, direction, regime, chosen, families)
+    return PassExplanation(
+        direction=direction,
+        family=chosen,
+        because=because,
+        kernels=tuple(kernel.kernel for kernel in mine.kernels),
+        seconds=mine.seconds,
+        read_bytes=mine.read_bytes,
+        write_bytes=mine.write_bytes,
+        families=families,
+        left_out={
             name: spec.why_not(problem, gpu.arch)
             or why_not_ranked(spec, problem, gpu)
             or "nothing fits"
             for name, spec in FAMILIES[direction].items()
             if name not in fitting and name != chosen
         },
-        "optimum": formula("optimum", complexity(direction)),
-        "bound": bound | {"ratio": moved / bound["bytes"]},
-        "regime": regime,
-        "panel": _panel(problem, gpu, direction) if chosen == "small_cache" else None,
-    }
+        optimum=formula("optimum", complexity(direction)),
+        bound=bound,
+        regime=regime,
+        panel=_panel(problem, gpu, direction) if chosen == "small_cache" else None,
+    )
 
 
-def bound_of(task: KernelTask | PassTask) -> dict[str, Any]:
-    """Return the lower bounds of a kernel or pass in bytes, and the name of the largest."""
+def bound_of(task: KernelTask | PassTask, *, moved: int) -> BoundFacts:
+    """Return the lower bounds of a kernel or pass whose tiles move a number of bytes."""
     problem = task.problem
     expressions = bounds_of(what_of(task), values_in_keys=problem.latent)
-    values, sizes = bound_values(task), each_bound(task)
-    return {
-        "bytes": lower_bound_bytes(task),
-        "applies": max(sizes, key=lambda name: sizes[name]),
-        "each": sizes,
-        "formulas": [formula(name, expression) for name, expression in expressions.items()],
-        "values": named(values, expressions.values()),
-        "on_chip_bytes": task.device.on_chip_bytes,
-        "subgrids": _subgrids(problem) if "LB1G" in sizes else None,
-    }
+    values, sizes, least = bound_values(task), each_bound(task), lower_bound_bytes(task)
+    return BoundFacts(
+        bytes=least,
+        applies=max(sizes, key=lambda name: sizes[name]),
+        each=sizes,
+        formulas=tuple(formula(name, expression) for name, expression in expressions.items()),
+        values=named(values, expressions.values()),
+        on_chip_bytes=task.device.on_chip_bytes,
+        subgrids=_subgrids(problem) if "LB1G" in sizes else None,
+        ratio=moved / least if least else None,  # 0: no pair is kept, all results intermediates
+    )
 
 
-def _subgrids(problem: AttentionProblem) -> dict[str, Any]:
+def _subgrids(problem: AttentionProblem) -> SubgridFacts:
     """Describe the densest sub-grids of a mask, with their closed form if there is one."""
     lengths = problem.seqlen_q, problem.seqlen_kv
     densest = subgrids(problem.mask, *lengths, problem.group_size)
-    return {
-        "per_row": densest.per_row,
-        "width": densest.width,
-        "formula": formula("u", closed_form(densest.family)) if densest.family else None,
-    }
+    return SubgridFacts(
+        per_row=densest.per_row,
+        width=densest.width,
+        formula=formula("u", closed_form(densest.family)) if densest.family else None,
+    )
 
 
-def _family(task: PassTask, name: Family) -> dict[str, Any]:
+def _family(task: PassTask, name: Family) -> FamilyFacts:
     tasks = [task.kernel(spec) for spec in FAMILIES[task.direction][name].kernels]
     best = [best_of(kernel_task) for kernel_task in tasks]
-    return {
-        "family": name,
-        "seconds": sum(candidate.estimate.seconds for candidate in best),
-        "read_bytes": sum(candidate.estimate.read_bytes for candidate in best),
-        "write_bytes": sum(candidate.estimate.write_bytes for candidate in best),
-        "dram_bytes": sum(candidate.estimate.dram_bytes for candidate in best),
-        "spills": any(
+    costs = [candidate.estimate for candidate in best]
+    return FamilyFacts(
+        family=name,
+        seconds=sum(cost.seconds for cost in costs),
+        read_bytes=sum(cost.read_bytes for cost in costs),
+        write_bytes=sum(cost.write_bytes for cost in costs),
+        dram_bytes=sum(cost.dram_bytes for cost in costs),
+        spills=any(
             footprint(kernel_task.tiled(candidate.config)).surely_spills
             for kernel_task, candidate in zip(tasks, best, strict=True)
         ),
-        "kernels": [
-            {
-                "kernel": candidate.kernel,
-                "config": asdict(candidate.config),
-                "key": candidate.config.key,
-                "seconds": candidate.estimate.seconds,
-            }
+        kernels=tuple(
+            FamilyKernel(
+                kernel=candidate.kernel,
+                config=candidate.config,
+                key=candidate.config.key,
+                seconds=candidate.estimate.seconds,
+            )
             for candidate in best
-        ],
-    }
+        ),
+    )
 
 
 def _because(
     problem: AttentionProblem,
     direction: Direction,
-    regime: dict[str, Any],
+    regime: Regime,
     chosen: Family,
-    ranked: list[dict[str, Any]],
+    ranked: Sequence[FamilyFacts],
 ) -> str:
     families = FAMILIES[direction]
-    names = [facts["family"] for facts in ranked]
+    names = [facts.family for facts in ranked]
     margin = families[names[0]].margin
     if margin > families[chosen].margin:
         return f"{names[0]} is predicted to be faster, which counts from {margin:g} times on"
-    if regime["m_over_d2"] >= LARGE and not families[chosen].large_heads_only:
-        beyond = f"M is {regime['m_over_d2']:.1f} d^2, and from {LARGE:g} d^2 on "
+    if regime.m_over_d2 >= LARGE and not families[chosen].large_heads_only:
+        beyond = f"M is {regime.m_over_d2:.1f} d^2, and from {LARGE:g} d^2 on "
         beyond += "FlashAttention's schedules move least by a margin"
         if families[names[0]].large_heads_only:
             return (
@@ -149,7 +158,7 @@ def _because(
             )
         alike = [name for name in names if not families[name].large_heads_only]
         return f"{beyond}; the fastest of {', '.join(alike)}" if len(alike) > 1 else beyond
-    if ranked[0]["family"] != chosen:
+    if ranked[0].family != chosen:
         return f"predicted to be the fastest for '{problem.bucket.key}', which stands for this one"
     why = (
         f"predicted to be the fastest of {len(ranked)}"
@@ -157,41 +166,41 @@ def _because(
         else "the only one to fit"
     )
     return why + (
-        ", those that spill many registers last" if any(f["spills"] for f in ranked) else ""
+        ", those that spill many registers last" if any(facts.spills for facts in ranked) else ""
     )
 
 
-def _regime(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> dict[str, Any]:
+def _regime(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> Regime:
     """Compare M with d^2, in words and in bytes: theorems count words."""
     size, head_dim = problem.element_bytes, max(problem.head_dim_qk, problem.head_dim_v)
     names = regimes.LARGE_CACHE[direction], regimes.SMALL_CACHE[direction]
     dividing = regimes.dividing_bytes(*names, head_dim=head_dim, element_bytes=size)
-    return {
-        "regime": "large cache" if gpu.on_chip_bytes >= dividing else "small cache",
-        "dtype": problem.dtype,
-        "head_dim": head_dim,
-        "m_bytes": gpu.on_chip_bytes,
-        "m_words": gpu.on_chip_bytes / size,
-        "m_over_d2": gpu.on_chip_bytes / size / head_dim**2,
-        "theorem_words": head_dim**2,
-        "theorem_bytes": head_dim**2 * size,
-        "dividing": formula("M", regimes.dividing_memory(*names)),
-        "values": {"d": head_dim, "alpha": regimes.ACCUMULATOR_BYTES / size},
-        "dividing_words": dividing / size,
-        "dividing_bytes": dividing,
-        "critical_head_dim": regimes.critical_head_dim(gpu, direction, element_bytes=size),
-    }
+    return Regime(
+        regime="large cache" if gpu.on_chip_bytes >= dividing else "small cache",
+        dtype=problem.dtype,
+        head_dim=head_dim,
+        m_bytes=gpu.on_chip_bytes,
+        m_words=gpu.on_chip_bytes / size,
+        m_over_d2=gpu.on_chip_bytes / size / head_dim**2,
+        theorem_words=head_dim**2,
+        theorem_bytes=head_dim**2 * size,
+        dividing=formula("M", regimes.dividing_memory(*names)),
+        values={"d": head_dim, "alpha": regimes.ACCUMULATOR_BYTES / size},
+        dividing_words=dividing / size,
+        dividing_bytes=dividing,
+        critical_head_dim=regimes.critical_head_dim(gpu, direction, element_bytes=size),
+    )
 
 
-def _panel(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> dict[str, Any]:
+def _panel(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> PanelFacts:
     """Describe the panels that the kernels of a small-cache pass exchange through L2."""
     limit = rows_for(problem, gpu, direction)
     heads = problem.batch * problem.num_heads_q
     parts = list(panels(heads, problem.group_size, problem.seqlen_q, limit))
     rows = max(part.num_heads * part.num_rows for part in parts)
-    return {
-        "panels": len(parts),
-        "rows": rows,
-        "bytes": rows * problem.seqlen_kv * problem.element_bytes * panels_at_once(direction),
-        "l2_bytes": gpu.l2_bytes,
-    }
+    return PanelFacts(
+        panels=len(parts),
+        rows=rows,
+        bytes=rows * problem.seqlen_kv * problem.element_bytes * panels_at_once(direction),
+        l2_bytes=gpu.l2_bytes,
+    )

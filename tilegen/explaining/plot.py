@@ -15,10 +15,11 @@ import sympy as sp
 from tilegen.choose.ranker import propose
 from tilegen.disk import write_whole
 from tilegen.errors import Unsupported
+from tilegen.explaining.gpu_records import KernelExplanation, PassExplanation
 from tilegen.gpus.nearest import on_tensor_cores
 from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import TileConfig
-from tilegen.kernels.registry import KERNELS
+from tilegen.kernels.registry import KERNELS, direction_of
 from tilegen.kernels.spec import Direction
 from tilegen.model.bounds import bound_values, bounds_of
 from tilegen.model.symbols import (
@@ -42,6 +43,7 @@ from tilegen.task import KernelTask, PassTask
 from tilegen.theory.optimum import exact_tiles, leading_tiles
 from tilegen.theory.regimes import SMALL_CACHE
 from tilegen.theory.schedules import SCHEDULES, smooth
+from tilegen.units import memory_text, rate_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -59,7 +61,7 @@ LARGE_CACHE: dict[Direction, tuple[str, ...]] = {
 
 
 def draw(
-    problem: AttentionProblem, gpu: GpuSpec, explained: Sequence[dict[str, Any]], file: Path
+    problem: AttentionProblem, gpu: GpuSpec, explained: Sequence[KernelExplanation], file: Path
 ) -> None:
     """Draw the passes of explanations (`explain_all`) to a file. Raises Unsupported."""
     if file.suffix not in FORMATS:
@@ -70,15 +72,13 @@ def draw(
         from matplotlib.figure import Figure
     except ImportError as error:
         raise Unsupported("--plot needs matplotlib: pip install 'tilegen[plot]'") from error
-    passes: dict[Direction, dict[str, Any]] = {
-        facts["pass"]["direction"]: facts["pass"] for facts in explained
-    }
+    passes = {facts.pass_.direction: facts.pass_ for facts in explained if facts.pass_}
     columns = 2 if problem.mask.is_full else 3
     figure = Figure(figsize=(7 * columns, 0.6 + 6.2 * len(passes)), layout="constrained")
     figure.suptitle(f"{problem.key} on {gpu.title}")
     rows = figure.subplots(len(passes), columns, squeeze=False)
     for (traffic, roofline, *rest), way in zip(rows, passes.values(), strict=True):
-        shown = [facts for facts in explained if facts["pass"] is way]
+        shown = [facts for facts in explained if facts.pass_ is way]
         for axes in rest:
             _draw_mask(axes, problem, shown)
         _draw_traffic(traffic, problem, gpu, way)
@@ -96,17 +96,15 @@ MASK_SIDE = 512
 """Number of rows and columns of a mask that are drawn, from the first."""
 
 
-def _draw_mask(axes: Axes, problem: AttentionProblem, shown: Sequence[dict[str, Any]]) -> None:
+def _draw_mask(axes: Axes, problem: AttentionProblem, shown: Sequence[KernelExplanation]) -> None:
     """Draw the tiles of a mask by class, for the first kernel that visits any, and the kept pairs
     of partial tiles."""
-    visiting = [facts for facts in shown if KERNELS[facts["kernel"]].masked]
+    visiting = [facts for facts in shown if KERNELS[facts.kernel].masked]
     if not visiting:
         axes.set_axis_off()
-        axes.text(
-            0.5, 0.5, f"{shown[0]['kernel']} visits no tile of the mask", ha="center", wrap=True
-        )
+        axes.text(0.5, 0.5, f"{shown[0].kernel} visits no tile of the mask", ha="center", wrap=True)
         return
-    config = TileConfig(**visiting[0]["config"])
+    config = visiting[0].config
     rows, columns = (min(n, MASK_SIDE) for n in (problem.seqlen_q, problem.seqlen_kv))
     try:
         picture = mask_picture(problem, config, rows, columns)
@@ -122,7 +120,7 @@ def _draw_mask(axes: Axes, problem: AttentionProblem, shown: Sequence[dict[str, 
     axes.set(xlabel="keys", ylabel="queries")
     axes.set_title(
         f"first {rows} x {columns} of {problem.mask}, "
-        f"tiles {config.block_m} x {config.block_n} of {visiting[0]['kernel']}\n"
+        f"tiles {config.block_m} x {config.block_n} of {visiting[0].kernel}\n"
         "dark: full, middle: kept in a partial tile, light: computed and dropped, white: skipped",
         fontsize=9,
     )
@@ -250,10 +248,12 @@ def _evaluated(
     return sp.lambdify(symbols, expression, modules="numpy")(*known_values)
 
 
-def _draw_traffic(axes: Axes, problem: AttentionProblem, gpu: GpuSpec, way: dict[str, Any]) -> None:
-    drawn, regime = curves(problem, gpu, way["direction"]), way["regime"]
-    axes.set_title(f"{way['direction']}: traffic between SMs and L2")
-    large = "FlashAttention-2" + (", two passes" if way["direction"] == "backward" else "")
+def _draw_traffic(
+    axes: Axes, problem: AttentionProblem, gpu: GpuSpec, way: PassExplanation
+) -> None:
+    drawn, regime = curves(problem, gpu, way.direction), way.regime
+    axes.set_title(f"{way.direction}: traffic between SMs and L2")
+    large = "FlashAttention-2" + (", two passes" if way.direction == "backward" else "")
     axes.loglog(drawn.memory, drawn.large_cache, color="C0", label=f"{large}, best tiles")
     axes.loglog(
         drawn.memory, drawn.small_cache, color="C1", label="small-cache schedule, best tiles"
@@ -270,20 +270,20 @@ def _draw_traffic(axes: Axes, problem: AttentionProblem, gpu: GpuSpec, way: dict
         label = "floor: inputs and outputs once" if name == "floor" else f"lower bound {name}"
         axes.loglog(drawn.memory, shown, style, color=color, lw=1.2, label=label)
     marks = {
-        f"M of {gpu.name}, {regime['m_bytes'] / 1024:.0f} KiB": ("C2", regime["m_bytes"]),
-        f"schedules cross if unmasked, {regime['dividing_bytes'] / 1024:.0f} KiB": (
+        f"M of {gpu.name}, {memory_text(regime.m_bytes)}": ("C2", regime.m_bytes),
+        f"schedules cross if unmasked, {memory_text(regime.dividing_bytes)}": (
             "C3",
-            regime["dividing_bytes"],
+            regime.dividing_bytes,
         ),
     }
     for label, (color, at) in marks.items():
         axes.axvline(at, color=color, lw=1, ls="-.", label=label)
-    for facts, marker in zip(way["families"], "osD^", strict=False):
-        name = facts["family"] + (", chosen" if facts["family"] == way["family"] else "")
-        moved = facts["read_bytes"] + facts["write_bytes"]
-        filled = "C2" if facts["family"] == way["family"] else "none"
+    for facts, marker in zip(way.families, "osD^", strict=False):
+        name = facts.family + (", chosen" if facts.family == way.family else "")
+        moved = facts.read_bytes + facts.write_bytes
+        filled = "C2" if facts.family == way.family else "none"
         axes.plot(
-            [regime["m_bytes"]], [moved], marker, mfc=filled, color="C2", label=f"tiles of {name}"
+            [regime.m_bytes], [moved], marker, mfc=filled, color="C2", label=f"tiles of {name}"
         )
     bottom = drawn.bounds["floor"][0] / 4
     top = np.nanmax([drawn.large_cache[0], drawn.small_cache[0], *drawn.small_cache]) * 2
@@ -303,18 +303,18 @@ def _draw_roofline(
     axes: Axes,
     problem: AttentionProblem,
     gpu: GpuSpec,
-    explained: Sequence[dict[str, Any]],
+    explained: Sequence[KernelExplanation],
 ) -> None:
     from matplotlib.ticker import NullFormatter
 
     fast = on_tensor_cores(problem.dtype, gpu.arch)
     peak = gpu.tensor_flops_16 if fast else gpu.vector_flops_32
-    direction = explained[0]["pass"]["direction"]
+    direction = direction_of(explained[0].kernel)
     axes.set_title(f"{direction}: roofline, the model's best {CANDIDATES} of each kernel")
     intensities: list[float] = []
     speeds: list[float] = []
     for i, facts in enumerate(explained):
-        kernel, seconds = facts["kernel"], facts["time"]["seconds"]
+        kernel, seconds = facts.kernel, facts.time.seconds
         ranked = propose(KernelTask.of(kernel, problem, gpu), top=CANDIDATES)
         best = [candidate.estimate for candidate in ranked]
         if not best[0].flops:
@@ -327,9 +327,9 @@ def _draw_roofline(
         for (level, at), filled in zip(levels.items(), (f"C{i}", "none"), strict=True):
             axes.loglog(at, speed, "o", color=f"C{i}", mfc=filled, label=f"{kernel}, {level}")
             intensities += at
-        traffic, flops = facts["traffic"], facts["time"]["flops"]
-        at = [flops / (traffic["read_bytes"] + traffic["write_bytes"])]
-        label = f"{kernel} {TileConfig(**facts['config']).key}"
+        traffic, flops = facts.traffic, facts.time.flops
+        at = [flops / traffic.moved]
+        label = f"{kernel} {facts.config.key}"
         axes.loglog(at, [flops / seconds], "*", ms=12, color=f"C{i}", mec="0.2", label=label)
         intensities += at
         speeds += [*speed, flops / seconds]
@@ -339,7 +339,7 @@ def _draw_roofline(
     span = np.geomspace(min(intensities) / 4, max(*intensities, peak / gpu.dram_bandwidth) * 2, 50)
     roofs = {"L2": (gpu.l2_bandwidth, "-"), "DRAM": (gpu.dram_bandwidth, "--")}
     for level, (bandwidth, style) in roofs.items():
-        label = f"{level} {bandwidth / 1e12:.1f} TB/s, peak {peak / 1e12:.0f} Tflop/s"
+        label = f"{level} {rate_text(bandwidth, 'B/s')}, peak {rate_text(peak, 'flop/s')}"
         roof = np.minimum(peak, bandwidth * span)
         axes.loglog(span, roof, style, color="0.4", lw=1.2, label=label)
     axes.set_ylim(min(*speeds, peak) / 4, peak * 2)

@@ -135,7 +135,8 @@ class _Loop:
 
     def tile(self, config: TileConfig) -> str:
         """Describe the stationary and the streamed tile in a phrase."""
-        return f"{config.block_m} query rows stay, {config.block_n} keys pass at a time"
+        rows = "1 query row stays" if config.block_m == 1 else f"{config.block_m} query rows stay"
+        return f"{rows}, {config.block_n} keys pass at a time"
 
 
 def _widths(problem: AttentionProblem, tensors: Iterable[str]) -> tuple[int, ...]:
@@ -326,7 +327,8 @@ class OverRows(_Loop):
 
     def tile(self, config: TileConfig) -> str:
         """Describe the rows of a program in a phrase."""
-        return f"{config.block_m} rows per program"
+        rows = config.block_m
+        return f"{rows} row{'s' * (rows > 1)} per program"
 
     def step(self, problem: AttentionProblem, config: TileConfig) -> Step:
         """Return one step, on the rows of a program."""

@@ -175,9 +175,17 @@ def what_of(task: KernelTask | PassTask) -> Kernel | Direction:
     return task.direction if isinstance(task, PassTask) else task.kernel
 
 
-def each_bound(task: KernelTask | PassTask) -> dict[str, float]:
-    """Compute the values of `bounds_of` for a whole launch [bytes]."""
+def lower_bound_with(task: KernelTask, fast_bytes: int) -> int:
+    """Compute the bytes that every algorithm must move with another size of fast memory [bytes]."""
+    return max(0, math.floor(max(each_bound(task, fast_bytes).values())))
+
+
+def each_bound(task: KernelTask | PassTask, fast_bytes: int | None = None) -> dict[str, float]:
+    """Compute the values of `bounds_of` for a whole launch [bytes]. `fast_bytes` replaces the
+    device's fast memory."""
     what, latent, values = what_of(task), task.problem.latent, bound_values(task)
+    if fast_bytes is not None:
+        values[M] = fast_bytes / task.problem.element_bytes
     bounds = _evaluator(what, latent)(*(values[symbol] for symbol in _ARGUMENTS))
     return dict(zip(bounds_of(what, values_in_keys=latent), map(float, bounds), strict=True))
 

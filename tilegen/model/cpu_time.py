@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from operator import mul
@@ -43,18 +44,43 @@ HALF = 0.5
 """Part of a cache that what streams past may fill, to be there for the next program."""
 
 
+@dataclass(frozen=True)
+class Level:
+    """A level of memory behind a faster one."""
+
+    name: str
+    fast_bytes: int
+    """Size of the next faster level [bytes]."""
+    bandwidth: float
+    """Rate at which a core reads from the level [bytes/s]."""
+
+
+def levels_of(spec: CpuSpec) -> tuple[Level, Level, Level]:
+    """Return the levels behind a core's L1, the fastest first."""
+    return (
+        Level("L2", spec.l1_bytes, spec.l2_bandwidth),
+        Level("L3", spec.l2_bytes, spec.l3_bandwidth),
+        Level("memory", spec.l3_bytes, spec.dram_bandwidth),
+    )
+
+
+def stream_bytes(tiled: Tiled) -> int:
+    """Return the bytes that a head streams. A kernel that passes over its rows once streams all of
+    a launch."""
+    streams = tiled.task.lengths[1] * tiled.spec.loop.streamed_bytes(tiled.problem)
+    return streams or bytes_of(traffic(tiled))
+
+
+def source_of(tiled: Tiled, spec: CpuSpec) -> int:
+    """Return the place in `levels_of` that streams come from: the smallest cache that holds what a
+    head streams."""
+    streams = stream_bytes(tiled)
+    return (streams > HALF * spec.l2_bytes) + (streams > HALF * spec.l3_bytes)
+
+
 def traffic_seconds(tiled: Tiled, spec: CpuSpec) -> float:
-    """Return the time to move a launch's bytes: what a head streams comes from the smallest cache
-    that holds it. A kernel that passes over its rows once streams all of them."""
-    problem, moved = tiled.problem, traffic(tiled)
-    streams = tiled.task.lengths[1] * tiled.spec.loop.streamed_bytes(problem) or bytes_of(moved)
-    if streams <= HALF * spec.l2_bytes:
-        rate = spec.l2_bandwidth
-    elif streams <= HALF * spec.l3_bytes:
-        rate = spec.l3_bandwidth
-    else:
-        rate = spec.dram_bandwidth
-    return bytes_of(moved) / rate
+    """Return the time to move a launch's bytes, at the rate of the level that streams come from."""
+    return bytes_of(traffic(tiled)) / levels_of(spec)[source_of(tiled, spec)].bandwidth
 
 
 def bytes_of(moved: Traffic) -> int:
@@ -72,14 +98,19 @@ def state_bytes(step: Step, tiled: Tiled, word: int) -> float:
     return panels + 4 * (step.result_words + (step.score_tiles + 1) * step.scores)
 
 
+def step_bytes(tiled: Tiled) -> float:
+    """Return the bytes that a step works on, in words of the products."""
+    problem = tiled.problem
+    paired = _cpu(tiled).pairs and problem.dtype == "bf16"
+    return state_bytes(tiled.step, tiled, problem.element_bytes if paired else 4)
+
+
 def terms_of(tiled: Tiled) -> dict[str, float]:
     """Return the time of each of TERMS with a weight of 1 [s], on one core."""
     spec, problem, step, run = _cpu(tiled), tiled.problem, tiled.step, launches(tiled)
     steps, partial = float(run.steps), float(run.partial)
     rate = spec.product_flops(problem.dtype)
     elements = spec.product_flops_32 / 2
-    paired = spec.pairs and problem.dtype == "bf16"
-    word = problem.element_bytes if paired else 4
     flops = 2.0 * step.multiply_adds * steps
     to_scores = sum(2.0 * one.multiply_adds for one in step.products if one.scores)
     columns = COLUMNS * spec.lanes / 16
@@ -87,7 +118,7 @@ def terms_of(tiled: Tiled) -> dict[str, float]:
     added = step.result_words if step.rescales else 0
     if tiled.spec.shares:
         added = step.columns * problem.head_dim_qk
-    state = state_bytes(step, tiled, word)
+    state = step_bytes(tiled)
     return {
         "products": flops / rate,
         "narrow": narrow * steps / rate,
@@ -122,8 +153,13 @@ def idle_factor(programs: int) -> float:
     round of programs leaves threads idle. A choice must not depend on the threads of this
     machine."""
     weights = [1 / threads for threads in THREADS]
-    idle = [threads * -(-programs // threads) / programs for threads in THREADS]
+    idle = [rounds_over_work(programs, threads) for threads in THREADS]
     return sum(map(mul, weights, idle)) / sum(weights)
+
+
+def rounds_over_work(programs: int, threads: int) -> float:
+    """Return the time of a number of threads over their work, for equally long programs."""
+    return threads * -(-programs // threads) / programs
 
 
 def weights_of(tiled: Tiled) -> Mapping[str, float]:

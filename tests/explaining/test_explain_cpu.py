@@ -1,0 +1,273 @@
+"""Explanations for a processor: terms, levels of memory, other tiles, and what was measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import tilegen
+from tests.records import timed
+from tilegen.choose import on_cpu
+from tilegen.choose.families import kernels_of
+from tilegen.cli.main import app
+from tilegen.cpus.host import current_cpu
+from tilegen.cpus.spec import CpuSpec, cpu
+from tilegen.device import ONE_THREAD
+from tilegen.disk import say_once
+from tilegen.errors import Unsupported
+from tilegen.explaining.cpu_records import CpuExplanation
+from tilegen.explaining.records import plain
+from tilegen.explaining.text import Explanation
+from tilegen.kernels.config import TileConfig
+from tilegen.model import cpu_time
+from tilegen.model.bounds import lower_bound_bytes
+from tilegen.model.traffic import traffic
+from tilegen.problem import AttentionProblem
+from tilegen.settings import settings
+from tilegen.store import Location, TuningRecord, Versions, save
+from tilegen.task import KernelTask
+
+CAUSAL = "hq8 hkv2 q2048 d128 fp32 causal"
+FEW = "hq3 hkv3 q512 d64 fp32 full"
+"""Few programs: tiles leave threads idle."""
+PROBLEMS = (
+    CAUSAL,
+    "b2 hq8 hkv8 q1024 d64 bf16 full",
+    "hq4 hkv4 q300 kv700 d96 fp32 window(63,0)",
+    "hq32 hkv8 q1 kv8192 d128 fp32 full",
+    "hq1 hkv1 q32768 d128 fp32 full",
+    "hq8 q1024 d64 fp32 ~full",
+)
+PROCESSORS = ("zen3", "zen5")
+
+
+def parse(text: str) -> AttentionProblem:
+    return AttentionProblem.parse(text)
+
+
+@cache
+def told(text: str, name: str) -> Explanation:
+    return tilegen.explain(text, name, by_model=True)
+
+
+def kernels(text: str, name: str) -> list[CpuExplanation]:
+    explained = told(text, name).explained
+    assert all(isinstance(facts, CpuExplanation) for facts in explained)
+    return [facts for facts in explained if isinstance(facts, CpuExplanation)]
+
+
+EACH = [(text, name) for text in PROBLEMS for name in PROCESSORS]
+
+
+@pytest.mark.parametrize("text, name", EACH)
+def test_every_kernel_of_a_call_is_explained(text: str, name: str) -> None:
+    used = kernels_of(parse(text), cpu(name))
+    assert [facts.kernel for facts in kernels(text, name)] == list(used)
+    for facts in kernels(text, name):
+        assert facts.pass_
+        assert facts.kernel in facts.pass_.kernels
+
+
+@pytest.mark.parametrize("text, name", EACH)
+def test_time_is_the_sum_of_its_terms_and_the_launch(text: str, name: str) -> None:
+    for facts in kernels(text, name):
+        time = facts.time
+        assert set(time.terms) == set(cpu_time.TERMS)
+        assert time.seconds == pytest.approx(sum(time.terms.values()) + time.launch)
+        assert time.terms[time.limit] == max(time.terms.values())
+
+
+@pytest.mark.parametrize("text, name", EACH)
+def test_no_level_moves_less_than_its_lower_bound(text: str, name: str) -> None:
+    for facts in kernels(text, name):
+        near, middle, far = facts.levels
+        assert [level.level for level in facts.levels] == ["L2", "L3", "memory"]
+        for level in facts.levels:
+            assert level.bytes >= level.bound_bytes >= 0, (facts.kernel, level.level)
+        assert near.bytes >= middle.bytes >= far.bytes
+        assert near.bound_bytes >= middle.bound_bytes >= far.bound_bytes
+        # The bound of the tile is that of a core's L2.
+        assert middle.bound_bytes == facts.bound.bytes
+        assert near.bytes >= facts.traffic.moved
+
+
+@pytest.mark.parametrize("text, name", EACH)
+def test_levels_agree_with_the_terms_of_time(text: str, name: str) -> None:
+    spec = cpu(name)
+    for facts in kernels(text, name):
+        tiled = KernelTask.of(facts.kernel, parse(text), spec).tiled(facts.config)
+        if tiled.spec.joins:  # the test has no splits to join
+            continue
+        near, middle, far = facts.levels
+        terms, moved = cpu_time.terms_of(tiled), traffic(tiled)
+        both = moved.read_bytes + moved.write_bytes
+        assert near.bytes - both == pytest.approx(terms["l1"] * spec.l2_bandwidth, abs=1)
+        source = {"L2": near, "L3": middle, "memory": far}[facts.time.streams_from]
+        assert terms["moved"] == pytest.approx(both / source.bandwidth)
+        assert source.bytes >= both
+
+
+def test_bounds_of_levels_are_those_of_their_fast_memory() -> None:
+    """Of a problem that is long enough for a bound that depends on the memory."""
+    spec = cpu("zen3")
+    facts = kernels("hq1 hkv1 q32768 d128 fp32 full", "zen3")[0]
+    assert facts.bound.applies == "LB1"
+    sizes = spec.l1_bytes, spec.l2_bytes, spec.l3_bytes
+    for level, size in zip(facts.levels, sizes, strict=True):
+        task = KernelTask.of(facts.kernel, parse(facts.problem), replace(spec, l2_bytes=size))
+        assert level.fast_bytes == size
+        assert level.bound_bytes == lower_bound_bytes(task)
+
+
+def test_streams_come_from_the_smallest_cache_of_which_they_fill_half() -> None:
+    spec = cpu("zen5")
+    for keys, level in ((500, "L2"), (600, "L3"), (2048, "L3"), (2**17, "memory")):
+        text = f"hq1 hkv1 q1024 kv{keys} d128 fp32 full"
+        facts = tilegen.explain(text, "zen5", kernel="fwd", by_model=True).explained[0]
+        assert isinstance(facts, CpuExplanation)
+        assert facts.time.stream_bytes == keys * 2 * 128 * 4
+        assert facts.time.streams_from == level
+        size = {"L2": spec.l2_bytes, "L3": spec.l3_bytes}.get(level)
+        assert size is None or facts.time.stream_bytes <= size / 2
+
+
+def test_a_sum_of_splits_moves_the_splits_of_the_kernel_before_it() -> None:
+    *_, splits, sums = kernels(CAUSAL, "zen5")
+    assert (splits.kernel, sums.kernel) == ("bwd_one_pass", "bwd_dq_sum")
+    keys = 2048 // splits.config.split_kv
+    assert keys > 1
+    assert sums.traffic.values["n_s"] == keys
+
+
+@pytest.mark.parametrize("text", [CAUSAL, FEW])
+def test_other_tiles_are_those_of_the_ranking(text: str) -> None:
+    for facts in kernels(text, "zen5"):
+        task = KernelTask.of(facts.kernel, parse(text), cpu("zen5"))
+        if facts.tried == 1:
+            assert facts.next_best == ()
+            continue
+        ranked = on_cpu.candidates(task)
+        assert facts.config == ranked[0].config
+        assert facts.tried == len(ranked)
+        for other, candidate in zip(facts.next_best, ranked[1:], strict=False):
+            assert other.config == candidate.config.key
+            assert other.cost_ratio == pytest.approx(
+                candidate.estimate.cost / ranked[0].estimate.cost
+            )
+            assert other.cost_ratio >= 1
+
+
+def test_threads_that_programs_leave_idle() -> None:
+    facts = tilegen.explain("hq3 hkv3 q64 d64 fp32 full", "zen5", kernel="fwd", by_model=True)
+    (kernel,) = facts.explained
+    assert isinstance(kernel, CpuExplanation)
+    programs = kernel.time.programs
+    for threads, idle in kernel.time.idle.items():
+        rounds = -(-programs // threads)
+        assert idle == pytest.approx(1 - programs / (threads * rounds))
+    assert kernel.time.idle[1] == 0
+
+
+def test_a_tile_of_ones_own_is_compared_with_better_tiles() -> None:
+    asked = tilegen.explain(CAUSAL, "zen5", kernel="fwd", config="m16n16w4s2")
+    (facts,) = asked.explained
+    assert isinstance(facts, CpuExplanation)
+    assert facts.config == TileConfig.parse("m16n16w4s2")
+    assert all(other.slowdown < 1 for other in facts.next_best)
+    assert asked.text().splitlines()[5].startswith("change   next best m128n128w4s2, ")
+    assert " % faster" in asked.text()
+
+
+def test_values_are_json_and_alternatives_are_there() -> None:
+    for facts in told(CAUSAL, "zen5").values:
+        assert facts["gpu"] == "zen5"
+        assert [other["processor"] for other in facts["other_processors"]].count("zen5") == 0
+        assert [mask["mask"] for mask in facts["other_masks"]] == ["full"]
+        assert facts["pass"]["direction"] in ("forward", "backward")
+        assert facts["measured"] is None
+    assert plain(told(CAUSAL, "zen5").explained[0])["other_masks"] is None
+
+
+# --------------------------------------------------------------------------------------------------
+# Measured and predicted
+
+
+def save_record(text: str, spec: CpuSpec, config: str, us: float) -> None:
+    record = TuningRecord(
+        gpu=spec.name,
+        arch=spec.arch,
+        kernel="fwd",
+        problem=parse(text).rounded,
+        policy=ONE_THREAD,
+        config=TileConfig.parse(config),
+        measurement=timed(us),
+        versions=Versions(),
+        trials=7,
+        date="2026-11-26T12:00:00Z",
+    )
+    own = Location(str(settings().cache_dir), "own")
+    assert save(record, location=own).written
+
+
+def test_a_measured_time_is_shown_beside_the_prediction_with_the_tile_of_the_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path))
+    spec = cpu("zen5")
+    without = tilegen.explain(CAUSAL, "zen5", kernel="fwd")
+    assert "measured" not in without.text()
+    assert "no record of zen5; to measure there: tilegen tune" in without.text("measured")
+    save_record(CAUSAL, spec, "m64n64w4s2", 123456.0)
+    (facts,) = (explained := tilegen.explain(CAUSAL, "zen5", kernel="fwd")).explained
+    assert isinstance(facts, CpuExplanation)
+    assert facts.config == TileConfig.parse("m64n64w4s2"), "calls use the record"
+    assert facts.choice.endswith(".json")
+    time = explained.text().splitlines()[2]
+    assert time.endswith(" predicted on one thread; 123 ms measured")
+    assert "123 ms predicted" not in explained.text("all")
+    assert "    123 ms measured, 20 % below " in explained.text("measured")
+    # Another length of the bucket: the record is of another problem.
+    nearby = tilegen.explain(CAUSAL.replace("2048", "1800"), "zen5", kernel="fwd").text()
+    assert "; 123 ms measured for 'b1 hq8 hkv2 q2048 kv2048 d128 fp32 causal'" in nearby
+    # A tile that nobody has measured.
+    other = tilegen.explain(CAUSAL, "zen5", kernel="fwd", config="m128n128w4s2").text()
+    assert "; 123 ms measured with m64n64w4s2" in other
+    assert "measured" not in tilegen.explain(CAUSAL, "zen5", kernel="fwd", by_model=True).text()
+
+
+def test_the_processor_here_is_explained_by_the_command() -> None:
+    asked = ["explain", "hq2 q256 d64 fp32 causal", "--gpu", "cpu", "--kernel", "fwd"]
+    shown = CliRunner().invoke(app, asked, catch_exceptions=False).stdout.splitlines()
+    assert f", on {current_cpu().name} (" in shown[0]
+    assert shown[6:] == ["", "more: --all, or --section NAME; see tilegen explain --help"]
+
+
+@pytest.mark.parametrize("options", [["--latex"], ["--plot", "it.svg"], ["--static"]])
+def test_what_is_for_gpus_alone_says_what_to_type(options: list[str]) -> None:
+    asked = ["explain", CAUSAL, "--gpu", "zen5", "--kernel", "fwd", *options]
+    error = CliRunner().invoke(app, asked).exception
+    assert isinstance(error, Unsupported)
+    assert "the processor zen5" in str(error)
+    assert "tilegen explain " in str(error)
+    assert "--gpu zen5" in str(error)
+
+
+def test_a_kernel_of_a_processor_is_shown_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing is compiled for a GPU whose architecture is that of a processor."""
+    say_once.cache_clear()
+    shown = tilegen.show("hq2 q256 d64 fp32 causal", "zen5").source
+    assert "tl.constexpr" in shown
+    assert not caplog.records
+
+
+def test_the_bound_is_that_of_the_processor() -> None:
+    for facts in kernels(CAUSAL, "zen3"):
+        spec = cpu("zen3")
+        assert facts.bound.on_chip_bytes == spec.l2_bytes
+        task = KernelTask.of(facts.kernel, parse(CAUSAL), spec)
+        if not task.spec.joins:
+            assert facts.bound.bytes == lower_bound_bytes(task)
