@@ -179,8 +179,8 @@ def _by_model(task: KernelTask, *, describable: bool, may_compile: bool) -> Rank
 
 
 def settle(ranked: Ranked, compile: Compile | None) -> Choice:
-    """Compile the model's configs for a GPU and choose the best usable one. With `compile=None`, for
-    a known config, or on a processor, the first config is chosen and nothing is compiled."""
+    """Compile the model's configs for a GPU and choose the best usable one. With `compile=None`,
+    for a known config, or on a processor, the first config is chosen and nothing is compiled."""
     by_code = ranked.origin == "model" and isinstance(ranked.task.device, GpuSpec)
     if compile is not None and by_code:
         try:

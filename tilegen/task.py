@@ -184,7 +184,8 @@ class KernelTask:
             return self.by(self.follows)
         if not self.spec.joins:
             return None
-        kernels = self.family.kernels
+        on_cpu = not isinstance(self.device, GpuSpec)
+        kernels = family_with(self.kernel, self.problem, for_cpus=on_cpu).kernels
         return self.by(kernels[kernels.index(self.spec) - 1])
 
     def tiled(self, config: TileConfig) -> Tiled:

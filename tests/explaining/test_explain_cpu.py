@@ -271,3 +271,15 @@ def test_the_bound_is_that_of_the_processor() -> None:
         task = KernelTask.of(facts.kernel, parse(CAUSAL), spec)
         if not task.spec.joins:
             assert facts.bound.bytes == lower_bound_bytes(task)
+
+
+def test_a_proposal_a_listing_and_an_explanation_join_the_same_splits() -> None:
+    """Without a family for processors, the sum would follow a kernel that no processor runs."""
+    before = KernelTask.of("bwd_dq_sum", parse(CAUSAL), cpu("zen5")).before
+    assert before
+    assert before.kernel == "bwd_one_pass"
+    (proposed,) = tilegen.propose(CAUSAL, "zen5", kernel="bwd_dq_sum", top=1)
+    (*_, facts) = kernels(CAUSAL, "zen5")
+    assert proposed.estimate.seconds == facts.time.seconds
+    assert proposed.estimate.read_bytes == facts.traffic.read_bytes
+    assert tilegen.show(CAUSAL, "zen5", kernel="bwd_dq_sum").config == facts.config

@@ -89,7 +89,7 @@ def ranked(task: KernelTask, configs: Sequence[TileConfig] | None = None) -> lis
 def candidates(task: KernelTask, configs: Sequence[TileConfig] | None = None) -> list[Candidate]:
     """Return tiles with the model's estimates and reasons, the fastest first. The tile that calls
     use without a record precedes all others."""
-    task = _of_bucket(task)
+    task = _of_bucket(_joining(task))
     order = dict.fromkeys((chosen_config(task), *ranked(task, configs)))
     tiles = order if configs is None else [config for config in order if config in configs]
     return [candidate_of(task.tiled(config)) for config in tiles]
@@ -137,6 +137,12 @@ def estimate(tiled: Tiled) -> CostEstimate:
 def _cost(tiled: Tiled) -> float:
     """Return the predicted time by which tiles are ranked [s]."""
     return seconds_of(tiled) * idle_factor(launches(tiled).programs)
+
+
+def _joining(task: KernelTask) -> KernelTask:
+    """Settle the splits of a kernel that joins them: the splits of the choice without records."""
+    before = task.before
+    return task if task.joined or before is None else replace(task, joined=chosen_config(before))
 
 
 def _of_bucket(task: KernelTask) -> KernelTask:

@@ -12,7 +12,6 @@ from tilegen.choose.ranker import best_of, estimate, joining
 from tilegen.cpus import spec as cpus
 from tilegen.device import Device
 from tilegen.errors import Unsupported
-from tilegen.explaining.common import task_of
 from tilegen.explaining.cpu_records import CpuExplanation, OnProcessor
 from tilegen.explaining.gpu_records import (
     FamilyOnMemory,
@@ -84,7 +83,7 @@ def with_alternatives(
 def _on_gpu(
     facts: KernelExplanation, problem: AttentionProblem, device: Device
 ) -> KernelExplanation:
-    task = task_of(facts.kernel, problem, device)
+    task = KernelTask.of(facts.kernel, problem, device)
     memories = ((size, with_fast_memory(task.gpu, size)) for size in OTHER_FAST_MEMORY)
     return replace(
         facts,
@@ -98,7 +97,7 @@ def _on_gpu(
 def _on_processor(
     facts: CpuExplanation, problem: AttentionProblem, device: Device
 ) -> CpuExplanation:
-    task = task_of(facts.kernel, problem, device)
+    task = KernelTask.of(facts.kernel, problem, device)
     others = [spec for spec in cpus.catalogue() if spec.name != device.name]
     return replace(
         facts,

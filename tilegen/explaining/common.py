@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 
 from tilegen.choose.choice import Choice
-from tilegen.choose.on_cpu import family_on_cpu
 from tilegen.choose.records import Records
-from tilegen.device import Device
 from tilegen.errors import BuildFailed
 from tilegen.explaining.formulas import formula, kernel_values, named
 from tilegen.explaining.pass_choice import bound_of
@@ -26,23 +24,10 @@ from tilegen.model.estimate import CostEstimate
 from tilegen.model.splits import splits_of
 from tilegen.model.symbols import H_kv
 from tilegen.model.traffic import state_bytes, table_bytes, terms_of, total_bytes
-from tilegen.problem import AttentionProblem
 from tilegen.task import KernelTask, Tiled
 from tilegen.theory.regimes import critical_head_dim
 
 BY_MODEL = "the model's ranking alone; without --model, what a call would launch"
-
-
-def task_of(kernel: Kernel, problem: AttentionProblem, device: Device) -> KernelTask:
-    """Return the task of a kernel. On a processor a kernel that joins splits follows the kernel of
-    the family that is used there."""
-    task = KernelTask.of(kernel, problem, device)
-    if isinstance(device, GpuSpec) or not task.spec.joins:
-        return task
-    family = family_on_cpu(task.problem, task.direction).kernels
-    if task.spec not in family:
-        return task
-    return replace(task, follows=family[family.index(task.spec) - 1])
 
 
 def traffic_facts(tiled: Tiled, cost: CostEstimate) -> TrafficFacts:

@@ -12,7 +12,7 @@ from tilegen.choose.records import Records
 from tilegen.device import Device
 from tilegen.explaining import on_cpu, on_gpu
 from tilegen.explaining.alternatives import Explained, with_alternatives
-from tilegen.explaining.common import measured_by, task_of
+from tilegen.explaining.common import measured_by
 from tilegen.explaining.cpu_records import CpuPassExplanation
 from tilegen.explaining.gpu_records import PassExplanation
 from tilegen.explaining.pass_choice import explain_pass
@@ -21,6 +21,7 @@ from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.spec import Direction, FamilySpec
 from tilegen.pipeline import choose_kernel, joined_to
 from tilegen.problem import AttentionProblem
+from tilegen.task import KernelTask
 
 
 def explain_all(
@@ -40,7 +41,7 @@ def explain_all(
     `alternatives` choices for other memories, processors and masks are added. Raises Unsupported.
     """
     rewriting, problem = problem.rewriting, problem.normal()
-    tasks = [task_of(kernel, problem, device) for kernel in kernels]
+    tasks = [KernelTask.of(kernel, problem, device) for kernel in kernels]
     ways: set[Direction] = {task.direction for task in tasks}
     records = None if by_model else Records(problem, device)
     used: dict[Direction, FamilySpec] = {}

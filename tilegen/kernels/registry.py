@@ -74,10 +74,15 @@ def family_among(kernels: Collection[Kernel], direction: Direction) -> FamilySpe
     return next((family for family in families if set(family.names) <= set(kernels)), None)
 
 
-def family_with(kernel: Kernel, problem: AttentionProblem | None = None) -> FamilySpec:
+def family_with(
+    kernel: Kernel, problem: AttentionProblem | None = None, *, for_cpus: bool = False
+) -> FamilySpec:
     """Return the first family that launches a kernel. If families for pages and for whole keys
-    share the kernel, the first that reads keys as in `problem`."""
+    share the kernel, the first that reads keys as in `problem`. With `for_cpus` families for
+    processors come first."""
     families = tuple(_OF_KERNEL[kernel].values())
+    if for_cpus:
+        families = tuple(family for family in families if family.for_cpus) or families
     paged = problem is not None and problem.page > 0
     return next((family for family in families if family.pages == paged), families[0])
 
