@@ -101,6 +101,8 @@ class CpuExplanation:
     config: TileConfig
     tile: str
     choice: str
+    model_config: str
+    """The tile of a call without a record, with which alternatives are compared."""
     reason: str
     splits: str
     mask: MaskEffect

@@ -218,6 +218,8 @@ class KernelExplanation:
     """The tile in words."""
     choice: str
     """Where the config comes from; empty for a config that was asked for."""
+    model_config: str
+    """The model's first config, with which alternatives are compared."""
     reason: str
     splits: str
     """How streamed rows are split over programs; empty for kernels without splits."""

@@ -49,7 +49,8 @@ def explain(
     elif choice is not None:
         config = choice.config
     task = joining(task)
-    tiled = task.tiled(config or on_cpu.chosen_config(task))
+    by_model = on_cpu.chosen_config(task)
+    tiled = task.tiled(config or by_model)
     chosen = on_cpu.candidate_of(tiled)
     cost, space = chosen.estimate, on_cpu.space(task)
     others = [other for other in on_cpu.ranked(task) if other != tiled.config][:SHOWN]
@@ -61,6 +62,7 @@ def explain(
         config=tiled.config,
         tile=tiled.spec.loop.tile(tiled.config),
         choice="" if asked else _choice_line(task, choice, len(space)),
+        model_config=by_model.key,
         reason=chosen.reason,
         splits=splits_in_words(tiled),
         mask=explain_mask(task, chosen),

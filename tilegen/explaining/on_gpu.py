@@ -69,6 +69,7 @@ def explain(
         config=chosen.config,
         tile=tiled.spec.loop.tile(chosen.config),
         choice=choice_line(choice, asked=asked),
+        model_config=ranked[0].config.key,
         reason=chosen.reason,
         splits=splits_in_words(tiled),
         loads=_loads(tiled),

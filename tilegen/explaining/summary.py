@@ -82,9 +82,7 @@ def _over_bound(facts: Explained, where: str) -> str:
 def _changes_on_gpu(facts: KernelExplanation) -> Iterator[str]:
     for other in facts.next_best[:1]:
         yield f"next best {other.config}, {slower(other.slowdown)}"
-    memories = facts.other_fast_memory or ()
-    same = (other.config for other in memories if other.fast_memory == facts.fast_memory)
-    mine = next(same, facts.config.key)  # the model's, where a record or the code chose another
+    mine, memories = facts.model_config, facts.other_fast_memory or ()
     less = [x for x in memories if x.fast_memory < facts.fast_memory and x.config != mine]
     for other in less[-1:]:
         yield f"{_config(other)} with {memory_text(other.fast_memory)} of shared memory"
@@ -94,7 +92,7 @@ def _changes_on_gpu(facts: KernelExplanation) -> Iterator[str]:
 
 
 def _changes_on_cpu(facts: CpuExplanation) -> Iterator[str]:
-    mine = facts.config.key
+    mine = facts.model_config
     for other in facts.next_best[:1]:
         yield f"next best {other.config}, {slower(other.cost_ratio)}"
     others = [other for other in facts.other_processors or () if other.config != mine]
