@@ -161,7 +161,7 @@ def test_a_call_borrows_from_another_processor(
     in_hand = chosen()["fwd"][0]
     task = KernelTask.of("fwd", PROBLEM, current_cpu())
     other = next(config for config in on_cpu.tuned_space(task) if config != in_hand)
-    found = TuningRecord(
+    borrowed = TuningRecord(
         gpu=others[0].name,
         arch=others[0].arch,
         policy=ONE_THREAD,
@@ -172,7 +172,7 @@ def test_a_call_borrows_from_another_processor(
         versions=Versions(),
         date="2026-11-26T12:00:00Z",
     )
-    assert save(found, location=Location(str(tmp_path / "shared"), "shared")).written
+    assert save(borrowed, location=Location(str(tmp_path / "shared"), "shared")).written
     say_once.cache_clear()
     q, k, v = torch.randn(1, 2, 64, 32), torch.randn(1, 1, 64, 32), torch.randn(1, 1, 64, 32)
     with caplog.at_level(logging.INFO, logger="tilegen"):

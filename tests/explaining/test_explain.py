@@ -146,8 +146,8 @@ def test_a_mask_that_keeps_nothing_is_explained(mask: str) -> None:
     """Nothing streams: L2 holds all heads."""
     for kernel in ("fwd", "bwd_dq"):
         text = f"hq8 q1024 d64 bf16 {mask}"
-        one = explain(KernelTask.of(kernel, parse(text), H200))
-        every = with_alternatives([one], parse(text), H200, with_passes=False)
+        explanation = explain(KernelTask.of(kernel, parse(text), H200))
+        every = with_alternatives([explanation], parse(text), H200, with_passes=False)
         assert any("L2 holds all" in line for line in lines_of_all(every, with_passes=False))
 
 
@@ -287,10 +287,10 @@ def test_the_next_best_are_slower_and_it_is_said_why(kernel: Kernel) -> None:
 
 def test_a_config_of_ones_own_is_compared_with_better_ones() -> None:
     config = TileConfig(block_m=16, block_n=16, num_warps=4, num_stages=1)
-    found = plain(explain(KernelTask.of("fwd", parse(LARGE), H200), config))
-    assert found["config"]["block_m"] == 16
-    assert all(one["slowdown"] < 1 for one in found["next_best"])
-    assert all(one["term_seconds"] < 0 for one in found["next_best"])
+    shown = plain(explain(KernelTask.of("fwd", parse(LARGE), H200), config))
+    assert shown["config"]["block_m"] == 16
+    assert all(one["slowdown"] < 1 for one in shown["next_best"])
+    assert all(one["term_seconds"] < 0 for one in shown["next_best"])
 
 
 def test_a_config_of_another_kind_of_kernel_is_refused() -> None:
@@ -322,17 +322,18 @@ def test_a_config_that_cannot_fit_has_no_time(name: str, needs: str) -> None:
 def test_the_text_says_what_the_json_says(text: str) -> None:
     explained = json.loads(run(text, "--gpu", "a100", "--json"))
     shown = run(text, "--gpu", "a100", "--all")
-    for one in explained:
-        assert f"{seconds_text(one['time']['seconds'])} predicted" in shown
-        assert f"limited by {one['time']['limit']}" in shown
-        assert f"{TileConfig(**one['config'])!r}" in shown
-        assert f"these tiles move {ratio_text(one['bound']['ratio'])} times that" in shown
-        way = one["pass"]
+    for explanation in explained:
+        assert f"{seconds_text(explanation['time']['seconds'])} predicted" in shown
+        assert f"limited by {explanation['time']['limit']}" in shown
+        assert f"{TileConfig(**explanation['config'])!r}" in shown
+        assert f"these tiles move {ratio_text(explanation['bound']['ratio'])} times that" in shown
+        way = explanation["pass"]
         assert f"{ratio_text(way['bound']['ratio'])} times the lower bound of the pass" in shown
         assert f"{way['direction']}: {SECTIONS['pass']}" in shown
         assert f"  family     {way['family']}\n" in shown
-    assert [one["kernel"] for one in explained] == list(kernels_of(parse(text), gpu("a100")))
-    assert all(one["pass"]["direction"] == direction_of(one["kernel"]) for one in explained)
+    kernels = [explanation["kernel"] for explanation in explained]
+    assert kernels == list(kernels_of(parse(text), gpu("a100")))
+    assert all(item["pass"]["direction"] == direction_of(item["kernel"]) for item in explained)
 
 
 def test_one_kernel_alone_is_explained_without_its_pass() -> None:
@@ -370,10 +371,10 @@ def test_latex_has_every_formula_and_is_balanced() -> None:
     explained = explain_all(parse(LARGE), H200, ("fwd", "bwd_dkdv"), by_model=True)
     shown = "\n".join(latex_of_all(of_gpu(explained), with_passes=True))
     assert run(LARGE, "--gpu", "h200", "--kernel", "fwd", "--latex").count("align*") == 8
-    for one in explained:
-        for term in terms_of(one.kernel):
+    for explanation in explained:
+        for term in terms_of(explanation.kernel):
             assert sympy.latex(term.words) in shown
-        assert str(one.traffic.read_bytes + one.traffic.write_bytes) in shown
+        assert str(explanation.traffic.read_bytes + explanation.traffic.write_bytes) in shown
     for what in (
         r"\Theta",
         r"\mathrm{LB}_1",
@@ -395,12 +396,12 @@ def test_latex_has_every_formula_and_is_balanced() -> None:
 def test_latex_can_be_set(text: str) -> None:
     """matplotlib sets all of it but environments; the one formula with cases is left out."""
     mathtext = pytest.importorskip("matplotlib.mathtext").MathTextParser("path")
-    found = set[str]()
+    shown = set[str]()
     for line in latex_of_all(of_gpu(told_of_all(text)), with_passes=True):
         if line.startswith("where "):
-            found.update(line.removeprefix("where ").split(", "))
+            shown.update(line.removeprefix("where ").split(", "))
         elif line and not line.startswith(("%", r"\begin", r"\end")) and "cases" not in line:
             equation = line.removesuffix(r" \\").replace("&", "")
-            found.add(f"${equation}$")
-    for one in sorted(found):
-        mathtext.parse(one)
+            shown.add(f"${equation}$")
+    for equation in sorted(shown):
+        mathtext.parse(equation)

@@ -27,16 +27,16 @@ from tilegen.task import KernelTask
 def test_curves_cross_where_the_leading_terms_do(direction: Direction) -> None:
     """Long and unmasked: slopes of -1 and -1/2 where M is small, and above every bound."""
     problem = parse("hq8 q131072 d256 bf16")
-    found = curves(problem, H200, direction)
-    for moved in (found.large_cache, found.small_cache):
+    curve = curves(problem, H200, direction)
+    for moved in (curve.large_cache, curve.small_cache):
         known = np.isfinite(moved)
-        for bound in found.bounds.values():
+        for bound in curve.bounds.values():
             assert np.all(moved[known] >= bound[known])
-    cheaper = found.memory[np.nanargmax(found.large_cache < found.small_cache)]
+    cheaper = curve.memory[np.nanargmax(curve.large_cache < curve.small_cache)]
     dividing = explain_pass(problem, H200, direction).regime.dividing_bytes
     assert cheaper == pytest.approx(dividing, rel=0.15)
-    logs = np.log(found.memory)
-    large, small = np.log(found.large_cache), np.log(found.small_cache)
+    logs = np.log(curve.memory)
+    large, small = np.log(curve.large_cache), np.log(curve.small_cache)
     middle = slice(20, 50)
     assert np.polyfit(logs[middle], large[middle], 1)[0] == pytest.approx(-1, abs=0.1)
     assert -0.5 < np.polyfit(logs[:20], small[:20], 1)[0] < -0.35
@@ -45,21 +45,21 @@ def test_curves_cross_where_the_leading_terms_do(direction: Direction) -> None:
 def test_real_tiles_lie_above_the_best_ones() -> None:
     for text in (LARGE, "hq8 hkv2 q4096 d128 bf16 window(255,0)"):
         problem = parse(text)
-        found = curves(problem, H200, "forward")
+        curve = curves(problem, H200, "forward")
         cost = propose(KernelTask.of("fwd", problem, H200), top=1)[0].estimate
-        best = np.interp(H200.on_chip_bytes, found.memory, found.large_cache)
+        best = np.interp(H200.on_chip_bytes, curve.memory, curve.large_cache)
         assert cost.read_bytes + cost.write_bytes >= best
 
 
 def test_curves_count_what_tiles_visit_under_a_mask() -> None:
     """A tile of B_r rows meets B_r + 255 keys of a window, not its share of the kept entries."""
     problem = parse("hq8 hkv2 q8192 d128 bf16 window(255,0)")
-    found = curves(problem, H200, "forward")
+    curve = curves(problem, H200, "forward")
     for size in (2**18, 2**19, 2**20):
         block_m = int((size / 2 - 256) / (2 * 1 + 2 * 128 + 2 * 2 + 128))  # at B_c = 1, alpha = 2
         rows = visits_of(task("fwd", problem), block_m, 1).rows
         moved = 8 * (8192 * (256 * 2 + 4) + rows * 256 * 2)
-        shown = np.interp(size, found.memory, found.large_cache)
+        shown = np.interp(size, curve.memory, curve.large_cache)
         assert shown == pytest.approx(moved, rel=0.05)
 
 

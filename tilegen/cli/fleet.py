@@ -134,7 +134,7 @@ def fleet_status(
     ] = None,
     json_: Json = False,
 ) -> None:
-    """Say how far all studies of a storage are, and what of a catalogue is not begun.
+    """Print the progress of all studies in a storage, and problems of a catalogue without a study.
 
     Example: tilegen fleet status --storage journal:/mnt/team/tilegen.journal
     """

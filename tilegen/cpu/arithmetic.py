@@ -116,15 +116,15 @@ def _divided(code: Code, name: str, type_: str, a: str, b: str, lane: Lane) -> s
     vector = typed(type_, lane)
     if b.startswith("splat") or not b.startswith("%"):
         return code.emit(f"{name} {vector} {a}, {b}")
-    zero, one = code.number(type_, 0, lane), code.number(type_, 1, lane)
+    zero, unit = code.number(type_, 0, lane), code.number(type_, 1, lane)
     if name in ("udiv", "urem"):
         test = code.emit(f"icmp eq {vector} {b}, {zero}")
-        return code.emit(f"{name} {vector} {a}, {code.select(test, one, b, type_, lane)}")
+        return code.emit(f"{name} {vector} {a}, {code.select(test, unit, b, type_, lane)}")
     # The smallest integer divided by -1 traps too.
     less_one = code.number(type_, -1, lane)
-    shifted = code.emit(f"add {vector} {b}, {one}")
+    shifted = code.emit(f"add {vector} {b}, {unit}")
     special = code.emit(f"icmp ult {vector} {shifted}, {code.number(type_, 2, lane)}")
-    result = code.emit(f"{name} {vector} {a}, {code.select(special, one, b, type_, lane)}")
+    result = code.emit(f"{name} {vector} {a}, {code.select(special, unit, b, type_, lane)}")
     if name == "srem":
         return result
     negates = code.emit(f"icmp eq {vector} {b}, {less_one}")

@@ -102,6 +102,6 @@ class EmittedFunction:
     def _function(self, types: Types) -> CpuFunction:
         source = replace(self._source, signature=types)
         built = object_of(source, self._code, self._target, self._mode)
-        one = self._rendered
-        work = Work.of(one.kernel, one.config, one.problem, built.names)
+        kernel = self._rendered
+        work = Work.of(kernel.kernel, kernel.config, kernel.problem, built.names)
         return CpuFunction(built, self._mode, self.traffic, work)

@@ -239,18 +239,18 @@ def names_of(signature: Sequence[tuple[str, str]], arguments: Sequence[str]) -> 
     return tuple(names)
 
 
-def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+def overlap(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Check whether two tensors share an element of memory."""
-    first, second = _extent(one), _extent(other)
+    first, second = _extent(tensor), _extent(other)
     if first[0] >= second[1] or second[0] >= first[1]:
         return False
-    if one.data_ptr() == other.data_ptr() or one.dtype != other.dtype:
+    if tensor.data_ptr() == other.data_ptr() or tensor.dtype != other.dtype:
         return True
-    # Interleaved slices may share no element: mark those of one tensor, look at those of the other.
+    # Interleaved slices may share no element: mark those of a tensor, look at those of the other.
     low = min(first[0], second[0])
-    size = one.element_size()
+    size = tensor.element_size()
     marks = torch.zeros((max(first[1], second[1]) - low) // size, dtype=torch.bool)
-    marks.as_strided(one.shape, one.stride(), (first[0] - low) // size).fill_(True)
+    marks.as_strided(tensor.shape, tensor.stride(), (first[0] - low) // size).fill_(True)
     return bool(marks.as_strided(other.shape, other.stride(), (second[0] - low) // size).any())
 
 

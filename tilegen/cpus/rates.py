@@ -79,15 +79,15 @@ def measure(spec: CpuSpec) -> dict[str, float]:
         DirectFunction(function)
         for function in (kernels.multiply, kernels.exponentiate, kernels.read)
     )
-    one = (1,)  # a single program runs on this thread
+    program = (1,)  # a single program runs on this thread
     rates: dict[str, float] = {}
     for bits, dtype in ((32, torch.float32), (16, torch.bfloat16)):
         x, out = torch.zeros(PRODUCT, PRODUCT, dtype=dtype), torch.zeros(PRODUCT, PRODUCT)
         steps = 2000 if bits == 32 or spec.pairs else 500
-        seconds = _least(lambda x=x, out=out, n=steps: product[one](x, out, n, PRODUCT))
+        seconds = _least(lambda x=x, out=out, n=steps: product[program](x, out, n, PRODUCT))
         rates[f"product_flops_{bits}"] = 2.0 * PRODUCT**3 * steps / seconds
     x = torch.zeros(SQUARE, SQUARE)
-    seconds = _least(lambda: exp2[one](x, torch.empty_like(x), 1000, SQUARE))
+    seconds = _least(lambda: exp2[program](x, torch.empty_like(x), 1000, SQUARE))
     rates["exp2_rate"] = SQUARE**2 * 1000 / seconds
     sizes = {
         "l2": spec.l2_bytes // 2,
@@ -100,13 +100,13 @@ def measure(spec: CpuSpec) -> dict[str, float]:
         read_bytes = 4 * 16 * ROW * steps
         rounds = -(-LEAST_READ // read_bytes)
         x = torch.zeros(read_bytes // 4)
-        seconds = _least(lambda x=x, n=rounds, s=steps: read[one](x, out, n, s, ROW))
+        seconds = _least(lambda x=x, n=rounds, s=steps: read[program](x, out, n, s, ROW))
         rates[f"{level}_bandwidth"] = rounds * read_bytes / seconds
     return {name: float(f"{rate:.4g}") for name, rate in rates.items()}
 
 
 def _least(run: Callable[[], None]) -> float:
-    """Return the shortest time of a run by this thread's clock [s], after one that warms up."""
+    """Return the shortest time of a run by this thread's clock [s], after a run that warms up."""
     run()
     times: list[float] = []
     for _ in range(ROUNDS):

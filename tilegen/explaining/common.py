@@ -110,9 +110,9 @@ def splits_in_words(tiled: Tiled) -> str:
 
 def measured_by(records: Records, kernel: Kernel) -> Measured | None:
     """Return the time in the device's own record of a kernel; None without a measured record."""
-    if (found := records.own(kernel)) is None:
+    if (own := records.own(kernel)) is None:
         return None
-    record, timing = found.record, found.record.measurement
+    record, timing = own.record, own.record.measurement
     if timing.median_us is None or timing.p20_us is None or timing.p80_us is None:
         return None
     return Measured(
@@ -125,6 +125,6 @@ def measured_by(records: Records, kernel: Kernel) -> Measured | None:
         policy=record.policy,
         trials=record.trials,
         date=record.date,
-        file=found.file,
+        file=own.file,
         predicted_seconds=record.estimate and record.estimate.seconds,
     )

@@ -50,7 +50,7 @@ WAIT = 600.0
 
 
 def pairs_of(
-    one: Launch,
+    launch: Launch,
     other: Launch,
     *,
     least: int = PAIRS,
@@ -59,16 +59,16 @@ def pairs_of(
 ) -> Pairs:
     """Time two launches in turns [s], starting with either in turn, after a launch of each that
     warms up. End early if `stop`, called after each pair, returns True."""
-    one()
+    launch()
     other()
     pairs: Pairs = []
     end = time.perf_counter() + seconds
     while len(pairs) < MOST_PAIRS and (len(pairs) < least or time.perf_counter() < end):
         if len(pairs) % 2:
             second = _seconds(other)
-            pairs.append((_seconds(one), second))
+            pairs.append((_seconds(launch), second))
         else:
-            first = _seconds(one)
+            first = _seconds(launch)
             pairs.append((first, _seconds(other)))
         if stop and stop(pairs):
             break
