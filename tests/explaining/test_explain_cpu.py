@@ -184,6 +184,15 @@ def test_a_tile_of_ones_own_is_compared_with_better_tiles() -> None:
     assert " % faster" in asked.text()
 
 
+def test_a_launch_limits_a_kernel_that_does_little() -> None:
+    told = tilegen.explain("hq8 hkv2 q16 d64 fp32 full", "zen5", kernel="bwd_preprocess")
+    (facts,) = told.explained
+    assert isinstance(facts, CpuExplanation)
+    assert max(facts.time.terms.values()) < facts.time.launch
+    assert told.text().splitlines()[3].startswith("limit    a launch from Python: 20.0 us, ")
+    assert facts.reason.endswith(" of the time is a launch from Python")
+
+
 def test_values_are_json_and_alternatives_are_there() -> None:
     for facts in told(CAUSAL, "zen5").values:
         assert facts["gpu"] == "zen5"

@@ -14,7 +14,7 @@ from tilegen.cpu.choice import config_by_rule, family_by_rule
 from tilegen.errors import Unsupported
 from tilegen.kernels.config import TileConfig
 from tilegen.kernels.spec import Direction, FamilySpec
-from tilegen.model.cpu_time import TERMS, idle_factor, seconds_of, weighted
+from tilegen.model.cpu_time import LAUNCH_SECONDS, TERMS, idle_factor, seconds_of, weighted
 from tilegen.model.estimate import Candidate, CostEstimate
 from tilegen.model.launches import launches
 from tilegen.model.traffic import traffic
@@ -101,10 +101,12 @@ def candidate_of(tiled: Tiled) -> Candidate:
     cost = estimate(tiled)
     moved, least = cost.read_bytes + cost.write_bytes, cost.lower_bound_bytes
     bound = f", {ratio_text(moved / least)} times the lower bound" if least else ""
-    share = dict(cost.terms)[cost.limit] / cost.seconds
+    limit, seconds = TERMS[cost.limit], dict(cost.terms)[cost.limit]
+    if seconds < LAUNCH_SECONDS:
+        limit, seconds = "a launch from Python", LAUNCH_SECONDS
     reason = (
         f"{tiled.spec.loop.tile(tiled.config)}: {bytes_text(moved)} to and from caches{bound}; "
-        f"{percent_text(share)} of the time is {TERMS[cost.limit]}"
+        f"{percent_text(seconds / cost.seconds)} of the time is {limit}"
     )
     return Candidate(kernel=cost.kernel, config=cost.config, estimate=cost, reason=reason)
 
