@@ -31,7 +31,9 @@ def device_of(given: Device | str | None, fast_memory: int | str | None = None) 
     if fast_memory is None:
         return device
     if not isinstance(device, GpuSpec):
-        raise Unsupported(f"fast_memory is for GPUs, got {device.name}; leave it out")
+        raise Unsupported(
+            f"fast_memory is for GPUs, got the processor {device.name}; leave fast_memory out"
+        )
     return with_size(device, fast_memory)
 
 
