@@ -72,8 +72,8 @@ def write_bundle(
 
 
 def rank_small_tile(records: Records, task: KernelTask, **_: object) -> Ranked:
-    """Stand for `rank` where no test asks which tile is chosen: compiling the tiles that the model
-    proposes takes 5 to 25 seconds for each kernel."""
+    """Replace `rank` in tests that do not depend on the tile: compiling the model's tiles takes 5
+    to 25 seconds per kernel."""
     return Ranked(task, (replace(safe(task.kernel), num_stages=2),), "model", "the smallest tile")
 
 

@@ -48,6 +48,6 @@ def compile_for(processor: Target, patch: pytest.MonkeyPatch) -> None:
 
 
 def _refuse(by_torch: Callable[..., Any], *given: Any) -> Any:
-    """Let PyTorch compute a call only where the setting asks for it."""
+    """Let PyTorch compute a call only if the setting requests it."""
     assert settings().cpu == "torch"
     return by_torch(*given)

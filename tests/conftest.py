@@ -73,7 +73,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist's own, which acts on what is set here
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Spread folders over the cores, where pytest-xdist is installed and nothing else is asked."""
+    """Spread folders over the cores, if pytest-xdist is installed and no other option is given."""
     options = config.option
     if not config.pluginmanager.hasplugin("xdist") or hasattr(config, "workerinput"):
         return

@@ -1,4 +1,5 @@
-"""Configs of kernels that load what passes through tensor descriptors, for tests of every tier."""
+"""Configs of kernels that load streamed tiles through tensor descriptors, for tests of every
+tier."""
 
 from __future__ import annotations
 

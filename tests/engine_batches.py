@@ -19,7 +19,7 @@ SCALE = 0.3
 
 @dataclass
 class Kept:
-    """What a layer keeps and does to its scores, in the terms of this reference."""
+    """The mask and score of a layer, in the terms of this reference."""
 
     left: float = float("inf")
     right: float = 0

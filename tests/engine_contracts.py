@@ -80,7 +80,7 @@ def written(function: Any) -> list[str]:
 
 
 def read_wheel(path: Path) -> tuple[str, dict[str, Any]]:
-    """Return the package of a wheel, and what is recorded of it."""
+    """Return the package of a wheel, and its contract."""
     package, version = path.name.split("-")[:2]
     names: dict[str, Any] = {}
     with ZipFile(path) as wheel:
@@ -162,7 +162,7 @@ def _parameters(parameters: ast.arguments) -> list[str]:
 
 
 def main(folder: str) -> None:
-    """Write what the wheels in a folder say over what is recorded."""
+    """Write the contracts of the wheels in a folder over the recorded ones."""
     wheels = [path for package in READ for path in Path(folder).glob(f"{package}-*.whl")]
     text = json.dumps(dict(map(read_wheel, wheels)), indent=1)
     RECORD.write_text(text + "\n", encoding="utf-8")

@@ -188,7 +188,7 @@ def _vllm() -> dict[str, Any]:
 
 
 def _registry(described: dict[str, Any]) -> tuple[Any, Any]:
-    """Return an enumeration of back ends, and what gives them classes."""
+    """Return an enumeration of back ends, and a function that assigns classes to them."""
     overridden: dict[Any, str] = {}
 
     class Backends(Enum):

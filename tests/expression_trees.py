@@ -56,7 +56,7 @@ def tensor(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 KINDS = ("float", "int", "bool")
-"""What the captured tensors t0 (heads, 10), t1 (7,) and t2 (5,) hold."""
+"""Elements of the captured tensors t0 (heads, 10), t1 (7,) and t2 (5,)."""
 NUMBERS = [-3, 2, 7, 1 / 3, -2.5, 0.5, -1.75, 0.1]
 
 

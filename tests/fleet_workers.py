@@ -75,7 +75,7 @@ def measured(folder: Path) -> list[tuple[str, int]]:
 
 
 def warm_up(folder: Path) -> None:
-    """Import and work out what every worker needs, so that the children need not."""
+    """Import and compute everything that workers need, so that the children need not."""
     folder.mkdir()
     with contextlib.suppress(ImportError):
         importlib.import_module("psycopg")

@@ -137,7 +137,7 @@ def saha_ye(m: SlowMemory) -> None:
 
 
 def small_cache(m: SlowMemory, size: str = "element") -> None:
-    """Of S, what the mask keeps is held and stored: everything, or the entries of a sparse mask."""
+    """Only the kept entries of S are held and stored: all, or those of a sparse mask."""
     t = m.shape
     m.new("s", (t.g, t.rows, t.columns), size)
     for h in range(t.g):

@@ -111,13 +111,10 @@ def repair_comparisons() -> None:
 
 @cache
 def skip_idle_work() -> None:
-    """Have the interpreter leave out, from now on, what changes nothing: most of a kernel's time.
+    """Patch the interpreter permanently to skip work without effect, most of a kernel's time.
 
     It patches `triton.language` again whenever a kernel calls a function, such as `tl.sum`, and
-    finds all of it patched by the launch. It computes every sum and product of integers a second
-    time, to look for overflow, but reports what it finds in debug mode alone. And it works out
-    anew, for each value and each operator, what follows from the types of the values alone.
-    Versions of Triton that nobody has tried this with are left as they are.
+    finds all of it patched by then.
     """
     if not _KNOWN[0] <= _release(version("triton")) <= _KNOWN[1]:
         return
@@ -302,7 +299,7 @@ def _is_plain(number: Any) -> bool:
 
 
 def _operation(name: str, self: Any, other: Any, right: Any, value: Any) -> _Operation | None:
-    """Return how numpy computes what Triton has found, or nothing if that is not the same."""
+    """Return the numpy function for Triton's operation; None if they differ."""
     import triton.language as tl
 
     ufunc = _OPERATORS[_REFLECTED.get(name, name)]

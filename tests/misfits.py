@@ -53,7 +53,7 @@ MASKS: dict[str, tuple[Any, str]] = {
 
 
 def refused_by_attention(name: str) -> None:
-    """Ask for the error, in the forward and in what would be trained."""
+    """Expect the error, in the forward and in training."""
     what, said = (SCORES | BIASES | MASKS)[name]
     q = torch.ones(1, 2, 48, 16, requires_grad=True)
     mask, score = (what, None) if name in MASKS else (None, what)

@@ -57,7 +57,7 @@ class Server:
 
 @contextlib.contextmanager
 def postgres() -> Iterator[Server]:
-    """Start a server, or skip the test, naming what is missing."""
+    """Start a server, or skip the test with the missing program's name."""
     results = sorted(PACKAGES.glob("*/bin/postgres"))
     if not results:
         pytest.skip("needs Debian's package postgresql: apt-get install -y postgresql")

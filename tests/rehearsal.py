@@ -50,7 +50,7 @@ LEFT_OUT = {
 
 @pytest.hookimpl(tryfirst=True)  # before tests are skipped for want of a GPU
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Choose what is rehearsed, and have this process take the CPU for a GPU from here on."""
+    """Select the rehearsed tests, and make this process treat the CPU as a GPU."""
     for name, stand_in in STAND_INS.items():
         setattr(torch.cuda, name, stand_in)
     torch.Generator = OnCpuGenerator  # type: ignore
@@ -160,7 +160,7 @@ class Noting(TorchFunctionMode):
 
 @contextmanager
 def graph(captured: Graph) -> Generator[None]:
-    """Capture what runs within."""
+    """Capture the launches inside the block."""
     Graph.capturing = captured
     try:
         with Noting():

@@ -67,7 +67,7 @@ class Replay(Replayed):
 
 
 def said(actual: float | str, spread: float) -> Measurement:
-    """Return the measurement that an entry of a table stands for."""
+    """Return the measurement of a table's entry."""
     if isinstance(actual, float):
         return timed(actual, spread)
     status, message = actual.split(": ", 1)

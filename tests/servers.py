@@ -31,7 +31,7 @@ make_server(
 
 
 def require_s3() -> None:
-    """Skip, naming what is missing, where the S3 server or client is not installed."""
+    """Skip the test if the S3 server or client is not installed, naming the missing package."""
     for package in ("moto", "flask", "s3fs"):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"needs the package {package}; pip install 'tilegen[dev]'")

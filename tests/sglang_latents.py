@@ -49,7 +49,7 @@ class Latents:
     absorbed: Tokens
     """Queries of each head, latents with positions as keys, latents as values."""
     up_v: torch.Tensor
-    """What makes values of latents, (heads, value, rank)."""
+    """The matrices that make values of latents, (heads, value, rank)."""
 
     @classmethod
     def of(

@@ -93,7 +93,7 @@ class SlowMemory:
         self.moved[name, "read", self.sizes[name]] += (self.shape.kappa - 1) * value.size
 
     def hold(self, phase: int, *arrays: Array) -> None:
-        """Say what is on chip now."""
+        """State the tensors that are on chip now."""
         self.on_chip[phase] = max(self.on_chip[phase], sum(array.size for array in arrays))
 
 
@@ -118,7 +118,7 @@ class Softmax:
         return Softmax(np.full(rows, -np.inf), np.zeros(rows), np.zeros((rows, width)))
 
     def probabilities(self, s: Array) -> tuple[Array, Array]:
-        """Take in a tile of scores; return exp(s - max), and what earlier sums shrink by."""
+        """Add a tile of scores; return exp(s - max), and the factor of earlier sums."""
         top = np.maximum(self.m_i, s.max(axis=1))
         base = np.where(top == -np.inf, 0.0, top)  # rows that keep nothing so far
         shrink, p = np.exp(self.m_i - base), exponentials(s - base[:, None])

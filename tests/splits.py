@@ -1,5 +1,4 @@
-"""Configs for tests of the kernels that split what streams: small tiles, and splits of few of
-them."""
+"""Configs for tests of kernels that split streamed rows: small tiles and few splits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls that take given configs: what `pipeline.rank` is replaced by."""
+"""Calls with given configs: a replacement of `pipeline.rank`."""
 
 from __future__ import annotations
 

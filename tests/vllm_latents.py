@@ -1,5 +1,5 @@
-"""Batches of vLLM's models with multi-head latent attention, and what dense attention makes of
-them."""
+"""Batches of vLLM's models with multi-head latent attention, and their results by dense
+attention."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ class Prompts:
 
     @staticmethod
     def _keys(tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys, and values, which are a view of what was projected."""
+        """Return keys, and values as a view of the projected tensor."""
         projected = drawn(tokens, HEADS, NOPE + DIM_V, seed)
         rotated = drawn(tokens, 1, ROPE, seed + 1).expand(-1, HEADS, -1)
         return torch.cat([projected[..., :NOPE], rotated], -1), projected[..., NOPE:]
@@ -189,7 +189,7 @@ class Prompts:
         return made
 
     def parts(self, backend: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return attention and lse of new tokens to themselves, and to what is cached."""
+        """Return attention and lse of new tokens to themselves, and to cached keys."""
         chunk = SimpleNamespace(query_start_loc=self.starts, cu_seq_lens=self.chunk)
         return [
             backend.run_prefill_new_tokens(self.q, *self.own, return_softmax_lse=True),

@@ -1,4 +1,4 @@
-"""What a profiler counts beside what the model predicts; the profiler is a text."""
+"""A profiler's counts beside the model's predictions; the profiler's output is a text here."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def test_rows_of_a_case_and_a_run_that_goes_on(
 
 @pytest.mark.usefixtures("_kernels")
 def test_all_forms_compute_the_same() -> None:
-    """What is timed is the same attention, whatever the layout of its tensors."""
+    """All timed functions compute the same attention, for any layout of their tensors."""
     problem = AttentionProblem.parse("hq8 hkv2 q4 kv1024 d32 fp32 full")
     q, k, v = cpu_decode.Memory().tensors(problem)
     forms = cpu_decode.functions(problem, q, k, v)

@@ -26,7 +26,7 @@ SECONDS = {OLD: 1.5e-3, NEW: 1e-3}
 
 @pytest.fixture
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What compiling gives, and what a call would settle on."""
+    """Results of compiling, and the choice that a call would make."""
 
     def compiled(_: AttentionProblem, __: GpuSpec, ___: Kernel, config: TileConfig) -> Compiled:
         return Compiled(seconds=SECONDS.get(config, 1e-3), objection="spills" * (config == SPILLS))

@@ -37,7 +37,7 @@ ONE = Case(
 
 
 def recorded(case: Case, *, wire: float = 1.0, dram: float = 1.0, extra: str = "") -> str:
-    """What ncu prints for a case whose kernels move `wire` times the predicted bytes."""
+    """The output of ncu for a case whose kernels move `wire` times the predicted bytes."""
     lines = ["==PROF== Connected to process 4242 (/usr/bin/python3.12)", *extra.splitlines()]
     lines.append('"ID","Process ID","Kernel Name","Context","Metric Name","Metric Unit",')
     lines[-1] += '"Metric Value"'

@@ -1,5 +1,5 @@
-"""What layouts of paged caches cost: rows say what strides, model and compiler say, and the table
-of the repository is what the command writes."""
+"""The cost of layouts of paged caches: rows follow from strides, model and compiler, and the table
+of the repository is the command's output."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_keys_and_values_of_one_tensor_share_its_memory() -> None:
 def test_rows_of_the_repository_equal_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All but what was compiled."""
+    """All columns but those of the compiler."""
     monkeypatch.setattr(layouts, "compiled", lambda problem: dict.fromkeys(BY_COMPILER, 0))
     monkeypatch.setattr(layouts, "has_gpu", lambda: False)
     made = list(layouts.rows())

@@ -1,5 +1,5 @@
-"""First proposals for every workload of the catalogue on four GPUs, frozen: who changes the model
-sees what that changes."""
+"""Goldens of the first proposals for every workload of the catalogue on four GPUs: a change of the
+model shows there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What judges the model by published times, on rankings and times made by hand."""
+"""Judges of the model by published times, on rankings and times made by hand."""
 
 from __future__ import annotations
 

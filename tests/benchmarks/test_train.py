@@ -47,7 +47,7 @@ def test_memory_beyond_the_limit_and_a_process_that_ends() -> None:
 
 
 class Sleeps:
-    """Something that takes long, and says which process it is in."""
+    """A slow object that returns the id of its process."""
 
     def __init__(self, path: str) -> None:
         Path(path).write_text(str(os.getpid()))

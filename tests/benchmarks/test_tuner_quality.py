@@ -43,7 +43,7 @@ class Machine:
     """A bench of configs that take 100, 200, 300 and 400 us."""
 
     def __init__(self, **answers: object) -> None:
-        """`answers`: what comes instead, by config key; an exception is raised by the launch."""
+        """`answers` replaces measurements by config key; an exception is raised by the launch."""
         self.answers = answers
         self.measured: list[TileConfig] = []
 

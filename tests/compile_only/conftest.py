@@ -1,5 +1,5 @@
-"""A stand-in for the GPU: what is launched is compiled, and goes no further. One process compiles
-for all tests that need one."""
+"""A stand-in for the GPU: launches compile, and go no further. One process compiles for all
+tests."""
 
 from __future__ import annotations
 

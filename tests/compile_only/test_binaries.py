@@ -1,4 +1,4 @@
-"""What the manifest of a bundle says of a binary is what is in it, whichever Triton made it."""
+"""The manifest of a bundle describes its binaries correctly, for any version of Triton."""
 
 import re
 import subprocess

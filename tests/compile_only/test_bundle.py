@@ -1,4 +1,4 @@
-"""Ahead of time: what `tilegen generate` writes, and how compiling survives trouble."""
+"""Ahead of time: the output of `tilegen generate`, and compiling when something fails."""
 
 import hashlib
 import json

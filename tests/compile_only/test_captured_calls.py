@@ -52,7 +52,7 @@ CHANGES: dict[str, Callable[[], dict[str, Any]]] = {
 
 @contextlib.contextmanager
 def captured() -> Generator[None]:
-    """Refuse what cannot be captured, and tensors that are made without saying on which device."""
+    """Refuse operations that cannot be captured, and tensors made without a device."""
 
     def forbidden(owner: Any, name: str, when: Callable[[Any], bool] = lambda _: True) -> Any:
         does = getattr(owner, name)

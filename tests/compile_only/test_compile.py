@@ -108,7 +108,7 @@ def test_failures_are_values_or_one_line() -> None:
 @pytest.mark.usefixtures("compile_instead_of_launching")
 @pytest.mark.parametrize("head_dim", [64, 60])
 def test_kernels_compiled_ahead_are_found_at_launch(head_dim: int) -> None:
-    """The launcher asks Triton's cache for the very kernel that `compile_for` put there."""
+    """The launcher looks up in Triton's cache the kernel that `compile_for` put there."""
     problem = AttentionProblem.parse(f"hq1 hkv1 q64 d{head_dim} bf16 full")
     rendered = render(problem, TileConfig(block_m=16, block_n=16))
     compile_for(rendered, "sm_90")

@@ -1,4 +1,4 @@
-"""What a CPU can measure, measured once: kernels are compiled, and calls made up to the driver."""
+"""Measurements without a GPU, once each: kernels are compiled, and calls go up to the driver."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels that load what passes through tensor descriptors compile to fewer registers."""
+"""Kernels that load streamed tiles through tensor descriptors compile to fewer registers."""
 
 import inspect
 from dataclasses import replace
@@ -109,7 +109,7 @@ def test_a_gpu_without_tma_is_refused() -> None:
 @pytest.mark.usefixtures("compile_instead_of_launching")
 @pytest.mark.parametrize("kernel", DESCRIBED)
 def test_no_length_recompiles(kernel: Kernel) -> None:
-    """And what is compiled ahead is found when it is launched."""
+    """And kernels compiled ahead are found at launch."""
     rendered = render(SMALL, CONFIG("m32n32w4s2t"), kernel)
     compile_for(rendered, "sm_90")
     module, results = load(rendered), list[bool]()
@@ -137,7 +137,7 @@ def test_no_length_recompiles(kernel: Kernel) -> None:
 def test_a_launch_is_that_of_the_binder_and_compiles_nothing_else(
     kernel: Kernel, text: str
 ) -> None:
-    """Triton's launcher makes the same maps of what it is given either way."""
+    """Triton's launcher makes the same maps of its arguments either way."""
     problem, config = PARSE(f"b1 hq4 hkv2 q64 {text}"), CONFIG("m64n32w4s2t")
     rendered = render(problem, config, kernel)
     module = load(rendered)

@@ -1,4 +1,4 @@
-"""The digest of what a measurement timed: of the machine code, whatever its name and its file."""
+"""The digest of a measurement: of the timed machine code, whatever its name and file."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def test_shared_memory_of_every_recorded_kernel_of_slices(arch: str, kernel: Ker
 
 @pytest.mark.parametrize("arch", GPUS)
 def test_the_register_fit_hides_few_usable_kernels(arch: str) -> None:
-    """Most samples lie near the limit, where a fit errs most: they are what the model proposes."""
+    """Most samples are proposals of the model, near the limit, where a fit errs most."""
     for kernel in ("fwd", "bwd_dkdv", "bwd_dq"):
         results = [s for s in SAMPLES if (s.arch, s.kernel) == (arch, kernel) and not s.error]
         known = [s for s in results if s.spill_bytes <= MOST_SPILLED]

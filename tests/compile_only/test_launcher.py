@@ -1,4 +1,4 @@
-"""What reaches the driver without Triton's binder is what reaches it through the binder."""
+"""The driver gets the same arguments without Triton's binder as through it."""
 
 from __future__ import annotations
 

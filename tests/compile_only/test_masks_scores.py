@@ -1,5 +1,5 @@
-"""Kernels of every form of mask, and of scores, compile for every architecture within its shared
-memory; neither lengths nor what a mask holds compile them again."""
+"""Kernels of all forms of masks, and of scores, compile for every architecture within its shared
+memory; other lengths or table elements do not compile again."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_no_document_layout_recompiles(names: tuple[Kernel, ...]) -> None:
     ids=["several_ranges", "values_by_batch", "lists", "sinks"],
 )
 def test_no_length_recompiles(name: str, names: tuple[Kernel, ...]) -> None:
-    """15 lengths, with what the mask and the score hold new every time."""
+    """15 lengths, each with new tensors of mask and score."""
 
     def made(i: int, length: int, batch: int) -> tuple[Mask, Score | None]:
         if name == "values_by_batch":

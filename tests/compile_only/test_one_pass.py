@@ -1,5 +1,5 @@
-"""The backward in one pass, compiled for GPUs, where nobody has timed it: by addresses and through
-tensor descriptors, with what masks and scores bring."""
+"""The backward in one pass, compiled for GPUs, on which it was never timed: by addresses and tensor
+descriptors, with masks and scores."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What is kept from one call to the next changes nothing: each call launches what it would have
-launched first, and is refused what it would have been refused."""
+"""Values cached between calls change nothing: each call launches the same as if it were the first,
+and is refused the same."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_a_launch_is_the_same_whatever_was_launched_before() -> None:
 
 
 def test_an_address_that_16_does_not_divide_has_a_binary_of_its_own() -> None:
-    """As a gradient that a caller hands over may have; what is usual stays the other binary."""
+    """Such as a gradient passed by a caller; usual calls keep the other binary."""
     q, k = tensors(4, 32), tensors(2, 48)
     shifted = torch.zeros(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape)
     with as_on_a_gpu(notes=True):

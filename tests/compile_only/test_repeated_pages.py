@@ -105,7 +105,7 @@ def as_if_on_a_gpu() -> Iterator[StandInDriver]:
 
 
 def launched(driver: Any, call: Callable[[], Any], given: list[torch.Tensor]) -> Any:
-    """Return the launches of a call with names for addresses, or what it raises."""
+    """Return the launches of a call with names for addresses, or the error that it raises."""
     names = {one.data_ptr(): f"given {i}" for i, one in enumerate(given)}
     driver.launches.clear()
     try:

@@ -1,4 +1,4 @@
-"""Backwards that split what streams, compiled: what a call takes first may be used, on one GPU
+"""Backwards that split streamed rows, compiled: the first choice of a call is usable, on one GPU
 each."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Kernels that split the keys, compiled: what a call takes first may be used on each family of
+"""Kernels that split the keys, compiled: the first choice of a call is usable on each family of
 GPUs."""
 
 from __future__ import annotations

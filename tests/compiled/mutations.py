@@ -48,7 +48,7 @@ def noticed(
 
 
 def _in_turn(kernels: Sequence[Kernel], *changes: tuple[str, str, str]) -> list[Mutation]:
-    """Return changes of what all of these kernels have, each in one of them."""
+    """Return changes of text that all of these kernels share, each in one of them."""
     return [
         Mutation(f"{name}-{kernel}", kernel, old, new)
         for kernel, (name, old, new) in zip(itertools.cycle(kernels), changes, strict=False)

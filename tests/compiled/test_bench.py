@@ -1,4 +1,4 @@
-"""What the tuner hands to `launch` is what emitted kernels take, and gives finite results."""
+"""Emitted kernels accept the tuner's arguments of `launch`, and give finite results."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_arguments_fit_the_launch(text: str, kernel: Kernel) -> None:
 
 @pytest.mark.parametrize("kernel", LARGE_CACHE)
 def test_arguments_are_in_the_order_of_the_launch(kernel: Kernel) -> None:
-    """Each is what its name says, although most would fit in another's place."""
+    """Each argument is in its place, although most would fit in another's."""
     problem = AttentionProblem.parse("b1 hq4 hkv2 q40 kv3000 d32/16 fp16 full")
     module = cpu.load(render(problem, TileConfig(block_m=32, block_n=16), kernel))
     names = list(inspect.signature(module.launch).parameters)

@@ -1,4 +1,4 @@
-"""What emitted kernels load and store, counted, is never less than the lower bound of the mask."""
+"""Counted loads and stores of emitted kernels are never below the lower bound of the mask."""
 
 from __future__ import annotations
 

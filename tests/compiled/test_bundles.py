@@ -61,7 +61,7 @@ CASES: dict[str, tuple[str, Mask, Score | None]] = {
 
 
 class Driver:
-    """Runs what bundles launch."""
+    """Runs the launches of bundles."""
 
     def __init__(self) -> None:
         self.launched: list[str] = []

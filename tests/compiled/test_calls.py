@@ -136,7 +136,7 @@ BY_PLACE = {
         lambda b, h, q, k: BLOCKS[b, h, q // 8, k // 8] & (k <= q),
     ),
 }
-"""Masks, and what they keep where that is written in another way."""
+"""Masks, and the same masks written in another way."""
 
 
 @pytest.mark.parametrize("name", BY_PLACE)

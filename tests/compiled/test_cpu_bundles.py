@@ -1,5 +1,5 @@
-"""Shared objects of bundles compute what the reference does, without LLVM, Triton or a compiler,
-and only on processors that they are for."""
+"""Shared objects of bundles agree with the reference, without LLVM, Triton or a compiler, and only
+on processors that they are for."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ print(tuple(tilegen.attention(torch.randn(2, 4, 70, 48), keys, keys).shape))
 
 
 def test_serving_needs_no_llvm_no_triton_and_no_algebra(folder: Path) -> None:
-    """What the bundle does not have, PyTorch computes there."""
+    """PyTorch computes calls that the bundle lacks."""
     assert warm.output(SERVE, str(folder)).splitlines() == [
         "(2, 4, 70, 24) False",
         "(2, 4, 70, 48)",
@@ -357,7 +357,7 @@ def test_a_manifest_that_was_edited_is_refused(
 
 
 def test_another_feature_list_is_refused(folder: Path, tmp_path: Path) -> None:
-    """Code compiled for more than the manifest says would end the process."""
+    """Code compiled for more features than in the manifest would crash the process."""
     copied = shutil.copytree(folder, tmp_path / "copied")
     first = PROCESSORS[BEST].features[0]
     path = copied / MANIFEST

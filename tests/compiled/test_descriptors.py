@@ -1,4 +1,4 @@
-"""Kernels that load what passes through tensor descriptors, compiled for the CPU."""
+"""Kernels that load streamed tiles through tensor descriptors, compiled for the CPU."""
 
 from dataclasses import replace
 from types import ModuleType
@@ -94,7 +94,7 @@ def test_scores_and_dropout() -> None:
     ],
 )
 def test_bytes_equal_those_of_the_model(text: str, kernel: Kernel) -> None:
-    """What lies outside of a tensor is not moved."""
+    """Elements outside of a tensor are not moved."""
     problem, config = AttentionProblem.parse(text), WIDE[kernel]
     expected = traffic_of(tiled(kernel, problem, config))
     assert (expected.read_bytes, expected.write_bytes) == counted(problem, config, kernel)

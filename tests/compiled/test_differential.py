@@ -1,4 +1,4 @@
-"""The net of tests/differential: some of its problems, and that it catches what is broken."""
+"""A sample of tests/differential, and that it catches broken kernels."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_a_row_of_one_key_may_round_as_a_backward_rounds() -> None:
 
 
 def test_a_stale_table_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is changed in place must be seen: here, the call's own table stays as it was."""
+    """In-place changes must be seen: here, the call's table stays stale."""
     kept = oracle.evaluate
     problem = replace(RICH, mask="full()", score="alibi(t0)", tables={"t0": "floats(1, heads)"})
     assert attempt(problem).what == "right"

@@ -51,11 +51,11 @@ class Batch:
     mask: Mask
     score: Score | None = None
     change: Callable[[str], str] = str
-    """What is done to the text of the first kernel."""
+    """The change of the first kernel's text."""
 
     @classmethod
     def of(cls, text: str, config: str, lengths: Any, queries: Any, **value: Any) -> Batch:
-        """Return the batch; `text` says all of the problem but batch, mask and score."""
+        """Return the batch; `text` is the problem without batch, mask and score."""
         problem = AttentionProblem.parse(f"b{len(lengths)} {text}")
         mask, score = value.setdefault("mask", problem.mask), value.get("score")
         problem = replace(problem, mask=mask.stand_in, score=score and score.form)
@@ -123,7 +123,7 @@ class Batch:
         return results, gets, by_name["partials"][1]
 
     def check(self) -> None:
-        """Raise WrongResult if a request does not get what attention over its keys gives."""
+        """Raise WrongResult if a request's result differs from attention over its keys."""
         scale = self.problem.head_dim_qk**-0.5
         inputs, gets, _ = self.run()
         for passed, get in zip(inputs, gets, strict=True):

@@ -1,4 +1,4 @@
-"""flash-attn's names by emitted kernels, against what flash-attn documents."""
+"""flash-attn's functions by emitted kernels, against flash-attn's documentation."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
-"""The overrides of PyTorch's flash attention, by emitted kernels on a CPU: what `aten` promises of
-its operators on a GPU, and the numbers through PyTorch's own autograd."""
+"""The overrides of PyTorch's flash attention, by emitted kernels on a CPU: the contracts of `aten`
+on a GPU, and results through PyTorch's autograd."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def on_cpu() -> Iterator[None]:
 
 
 def described(value: Any) -> list[Any]:
-    """Sizes, strides and dtypes of what an operator returns."""
+    """Sizes, strides and dtypes of an operator's results."""
     value = value if isinstance(value, tuple | list) else (value,)
     return [
         (tuple(one.shape), one.stride(), one.dtype) if isinstance(one, torch.Tensor) else one

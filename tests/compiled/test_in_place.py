@@ -1,4 +1,4 @@
-"""Kernels see what is changed in place in the tensors of a mask, however it is changed."""
+"""Kernels see in-place changes of a mask's tensors, however they are made."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The backward in one pass: right for any lengths, masks and scores, the same bits in each run and
-for any number of threads, and moving exactly what the model says."""
+"""The backward in one pass: right for any lengths, masks and scores, with the same bits in each run
+and for any number of threads, and exactly the model's bytes."""
 
 from __future__ import annotations
 

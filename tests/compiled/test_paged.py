@@ -41,7 +41,7 @@ def configs(problem: AttentionProblem, keys: int = 64, block_n: int = 32) -> dic
 
 @pytest.mark.parametrize("page", PAGES)
 def test_pages_smaller_and_larger_than_a_tile(page: int) -> None:
-    """What lies beyond the last key of a page is not a number, and shows if it is read."""
+    """Elements beyond the last key of a page are NaN, which shows if they are read."""
     for text in CASES[PAGES.index(page) % 2 :: 2]:
         problem = AttentionProblem.parse(f"{text} page{page}")
         require(verify(problem, configs(problem)))
@@ -282,7 +282,7 @@ def test_a_decoding_step_gives_the_row_of_the_prompt() -> None:
 
 
 def test_other_forwards_do_hang_on_it() -> None:
-    """What the mode changes: full tiles are computed in another way, and first."""
+    """The effect of the mode: full tiles are computed first, in another way."""
     problem = AttentionProblem.parse("b1 hq4 hkv2 q16 kv128 d16 fp16 causal(bottom_right)")
     plain, ordered = (
         render(one, configs(problem)["fwd_paged"], "fwd_split").source

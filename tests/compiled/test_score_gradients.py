@@ -1,4 +1,4 @@
-"""Gradients of what a score reads, from kernels compiled for the CPU, against the reference."""
+"""Gradients of a score's tensors, from kernels compiled for the CPU, against the reference."""
 
 from __future__ import annotations
 

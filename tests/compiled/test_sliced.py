@@ -1,5 +1,4 @@
-"""The small-cache kernels and the streamed forward: right, and moving exactly what the model
-says."""
+"""The small-cache kernels and the streamed forward: right, with exactly the model's bytes."""
 
 from __future__ import annotations
 
@@ -120,8 +119,7 @@ def test_rows_with_nothing_kept_are_exactly_empty() -> None:
 
 
 def test_unwritten_parts_are_never_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Panels are not cleared: what an earlier one left in tiles that nothing keeps must not
-    matter, even where it is not a number."""
+    """Panels are not cleared: leftovers in tiles without kept pairs must not matter, even NaN."""
     problem = AttentionProblem.parse("b1 hq2 hkv1 q300 kv300 d16 fp16 causal&window(60,0)")
     kernels = {k: render(problem, c, k) for k, c in sliced.SMALL_CACHE.items()}
     new_empty, empty = torch.Tensor.new_empty, torch.empty

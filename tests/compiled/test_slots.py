@@ -1,4 +1,5 @@
-"""New keys and values, written into pages by one kernel: what PyTorch writes, and nothing else."""
+"""New keys and values, written into pages by one kernel: the same as PyTorch writes, and nothing
+else."""
 
 from __future__ import annotations
 
@@ -118,7 +119,7 @@ def test_nothing_is_moved_but_the_tokens(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_places_that_a_table_does_not_have_are_not_written() -> None:
-    """On a GPU nobody looks at lengths: too short ones and too long ones write nothing."""
+    """Lengths are not checked on a GPU: too short and too long ones write nothing."""
     pages = cache(2, (16, 16), 4, "NHD")
     before = [x.clone() for x in pages]
     where = torch.arange(4).view(2, 2).int(), torch.tensor([1, 9]).int(), torch.tensor([0, 2, 3])

@@ -1,5 +1,5 @@
-"""The kernels of a backward that split what streams: right for any lengths, masks and scores, the
-same bits in each run, and moving exactly what the model says."""
+"""The kernels of a backward that split streamed rows: right for any lengths, masks and scores, with
+the same bits in each run and exactly the model's bytes."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_masks_of_the_zoo(case: Case, dtype: DType) -> None:
 
 @pytest.mark.parametrize("name", list(SCORES)[::3])
 def test_scores_and_their_gradients(name: str) -> None:
-    """Programs of splits add to the gradients of what a score reads, as those of tiles do."""
+    """Programs of splits add to the gradients of a score's tensors, as those of tiles do."""
     heads = f"b{score_inputs.BATCH} hq{score_inputs.HEADS} hkv1"
     problem = AttentionProblem.parse(f"{heads} q70 kv83 d16 fp32 full")
     agrees(problem, mask=causal("bottom_right"), score=made_from(SCORES[name]), length=64)

@@ -1,5 +1,5 @@
-"""The kernels that split the keys: right for any number of queries, keys and splits, and moving
-exactly what the model says."""
+"""The kernels that split the keys: right for any number of queries, keys and splits, with exactly
+the model's bytes."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_bytes_equal_the_model(mask: str) -> None:
 
 
 def test_splits_of_lists_are_counted_as_they_are_visited() -> None:
-    """What is written tells which splits of a listed mask are visited; lists are read besides."""
+    """Written results show which splits of a listed mask are visited; lists are read besides."""
     for mask in ("dilated(3)", "dilated(40)", "~dilated(2)"):
         problem = AttentionProblem.parse(f"b1 hq4 hkv2 q100 kv100 d16/32 fp16 {mask}")
         config = splits(problem)[NAMES[0]]

@@ -1,4 +1,4 @@
-"""Gradients of what a score reads have the same bits for any number of threads and in every run."""
+"""Gradients of a score's tensors have the same bits for any number of threads and in every run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Training of small models with emitted kernels, against eager attention: losses, gradients by
-parameter, bits of a repeat, and what is kept for the backward."""
+parameter, bits of a repeat, and memory kept for the backward."""
 
 from __future__ import annotations
 

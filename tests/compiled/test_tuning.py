@@ -1,4 +1,4 @@
-"""Tuning on this machine's processor: records that calls use, and what interrupts it."""
+"""Tuning on this machine's processor: records that calls use, and interruptions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A family that only tests know computes attention, and moves what its record says."""
+"""A family that only tests register computes attention with the bytes of its record."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def problem_with(score: Score, text: str) -> AttentionProblem:
 
 @dataclass(frozen=True)
 class Fits:
-    """What the compiler would say of a config that fits."""
+    """The compiler's report of a config that fits."""
 
     shared_bytes: int = 0
     registers: int = 255

@@ -1,4 +1,4 @@
-"""Kernels compiled for processors that this machine need not be: what their inner loops hold."""
+"""Inner loops of kernels compiled for processors other than this machine's."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Some problems in this process, on kernels compiled for the CPU: what `__main__` starts."""
+"""Try some problems in this process, on kernels compiled for the CPU; `__main__` starts it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def run(seed: int, first: int, end: int, every: int, seconds: float, path: Path)
 
 
 def main() -> int:
-    """Run what the arguments name: a chunk, or one problem."""
+    """Run a chunk, or one problem, by the arguments."""
     kind, text, *rest = sys.argv[1:]
     if kind == "--problem":
         with Pool(1) as pool:

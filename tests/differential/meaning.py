@@ -1,5 +1,5 @@
-"""What masks and scores mean, in plain PyTorch and apart from tilegen: the names that a problem's
-texts may use."""
+"""The meaning of masks and scores in plain PyTorch, independent of tilegen: the names that a
+problem's texts may use."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ class Kept:
 
 @dataclass(frozen=True)
 class Changed:
-    """A score: what s becomes at pairs, and the logits of sinks (heads,)."""
+    """A score: the changed s at pairs, and the logits of sinks (heads,)."""
 
     change: Callable[[Any, Pairs], Any] = lambda s, at: s
     sink: torch.Tensor | None = None
 
     def then(self, other: Changed) -> Changed:
-        """Apply `other` to what this one returns."""
+        """Apply `other` to this score's result."""
         sink = self.sink if other.sink is None else other.sink
         return Changed(lambda s, at: other.change(self.change(s, at), at), sink)
 

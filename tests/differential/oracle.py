@@ -1,4 +1,4 @@
-"""What a problem's results must be: dense attention in fp64, and how far rounding may move it."""
+"""The correct results of a problem: dense attention in fp64, with the effect of rounding."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Unclear(Exception):
 
 @contextlib.contextmanager
 def default_dtype(dtype: torch.dtype) -> Generator[None]:
-    """Have what PyTorch makes of integers be of this dtype."""
+    """Let PyTorch turn integers into this dtype."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -197,7 +197,7 @@ def dropped(problem: Problem) -> torch.Tensor | None:
 
 @dataclass(frozen=True)
 class Noise:
-    """Rounding errors as kernels make them: fp32 in sums, the inputs' precision in what is stored.
+    """Rounding errors as in kernels: fp32 in sums, the inputs' precision in stored values.
 
     `scale` 0 gives none.
     """
@@ -236,7 +236,7 @@ class Roundings(TorchFunctionMode):
     POWERS = frozenset(("pow", "__pow__", "__rpow__"))
 
     def __init__(self, noise: Noise) -> None:
-        """`noise` says how large an error is."""
+        """`noise` is the size of an error."""
         super().__init__()
         self._noise = noise
 

@@ -23,12 +23,12 @@ PLAIN = {
 }
 """The smallest tiles of the kernels that hold whole heads."""
 CHANGED = 1000
-"""What is added to the seeds of tables, all smaller, when these are changed in place."""
+"""Added to the seeds of tables, all smaller, when tables are changed in place."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """A call of one of tilegen's functions; prints as what re-creates it."""
+    """A call of one of tilegen's functions; prints as text that recreates it."""
 
     batch: int = 1
     heads: int = 1
@@ -44,17 +44,17 @@ class Problem:
     mask: str = "full()"
     """Source text of tilegen's masks; `predicate(lambda b, h, q, k: ...)` is a user's function."""
     kv_lengths: str = ""
-    """The table that says how many keys each batch entry has; empty for all."""
+    """The table with the number of keys of each batch entry; empty for all keys."""
     score: str = ""
     """Source text of tilegen's scores; empty for none."""
     tables: dict[str, str] = field(default_factory=dict[str, str])
-    """What mask and score capture: source texts that call the functions of `makers`."""
+    """Tensors that mask and score capture: source texts that call the functions of `makers`."""
     trained: tuple[str, ...] = ()
     """The tables that get gradients."""
     layouts: tuple[Layout, ...] = DENSE
     """Memory layout of q, k, v and the gradient of out."""
     configs: dict[str, str] = field(default_factory=dict[str, str])
-    """The kernels and their tiles; none: what the model chooses."""
+    """The kernels and their tiles; empty: the model's choice."""
     invariant: bool = False
     """True if kernels are those of batch-invariant mode."""
     call: Call = "attention"
@@ -66,7 +66,7 @@ class Problem:
     """Keys of a page, where they are in pages."""
     page_layout: Literal["NHD", "HND"] = "NHD"
     compiled: bool = False
-    """True if torch.compile traces the call, and what makes its mask and score."""
+    """True if torch.compile traces the call, with its mask and score."""
     dropout: float = 0.0
     """The probability that a weight is dropped."""
     scale: float | None = None
@@ -95,7 +95,7 @@ class Problem:
 
     @property
     def factor(self) -> float:
-        """What scores are multiplied by."""
+        """The factor of scores."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
     @property

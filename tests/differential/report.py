@@ -1,4 +1,4 @@
-"""What a run leaves: a line of JSON for each problem, and a summary of all."""
+"""The output of a run: a line of JSON for each problem, and a summary."""
 
 from __future__ import annotations
 
@@ -177,6 +177,6 @@ def _summary(lines: list[Line]) -> Iterator[str]:
 
 
 def _reason(detail: str) -> str:
-    """Return a refusal without what is particular to a problem."""
+    """Return a refusal without the details of a problem."""
     short = re.split(r", got |; ", detail)[0]
     return re.sub(r"\s+", " ", short.replace("|", "\\|"))[:120]

@@ -13,7 +13,7 @@ import tilegen
 from tests.differential.problems import Problem
 
 NO_PAGE = 10**6
-"""What the block table has beyond a request's pages, which are never looked up."""
+"""Entries of the block table beyond a request's pages, which are never read."""
 
 
 def inside(problem: Problem) -> torch.Tensor:
@@ -57,7 +57,7 @@ def unpacked(tokens: torch.Tensor, lengths: Sequence[int], longest: int) -> torc
 
 @dataclass(frozen=True)
 class Packing:
-    """What a call of a problem takes and gives instead of padded tensors."""
+    """The arguments and results of a problem's call instead of padded tensors."""
 
     problem: Problem
 

@@ -139,5 +139,5 @@ class _Swap(ast.NodeTransformer):
         self._old, self._new = old, new
 
     def visit(self, node: ast.AST) -> Any:
-        """Return the node, or what takes its place."""
+        """Return the node or its replacement."""
         return self._new if node is self._old else self.generic_visit(node)

@@ -60,7 +60,7 @@ TILEGEN_NAMES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a problem: right, refused, wrong, crashed, or unclear (no problem at all)."""
+    """The outcome of a problem: right, refused, wrong, crashed, or unclear (unsuitable)."""
 
     what: str
     detail: str = ""
@@ -68,7 +68,7 @@ class Outcome:
 
     @property
     def kind(self) -> str:
-        """What a simpler problem must share to be the same failure."""
+        """The kind that a simpler problem must share to be the same failure."""
         return self.what if self.what != "crashed" else f"{self.what} {self.detail[:50]}"
 
     @property
@@ -140,7 +140,7 @@ def _compile(kernels: list[RenderedKernel], pool: Pool) -> None:
 
 @contextlib.contextmanager
 def _kernels(problem: Problem, asked: list[RenderedKernel]) -> Generator[None]:
-    """Have calls take the problem's kernels and tiles; collect what is loaded."""
+    """Make calls use the problem's kernels and tiles; collect loaded kernels."""
     names = set(problem.configs)
 
     def families_used(_: Any, direction: Direction) -> tuple[FamilySpec, ...]:
@@ -176,7 +176,7 @@ def _kernels(problem: Problem, asked: list[RenderedKernel]) -> Generator[None]:
 
 
 class Question:
-    """A problem's tensors, and what PyTorch says of it. Raises Unclear."""
+    """A problem's tensors and PyTorch's results. Raises Unclear."""
 
     def __init__(self, problem: Problem) -> None:
         """Everything random comes from the problem's seeds."""
@@ -232,8 +232,8 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """What results must be, what PyTorch computes in the inputs' precision, how far rounding may
-    move them, and whether any pair is kept."""
+    """The correct results, PyTorch's results in the inputs' precision, the effect of rounding, and
+    whether any pair is kept."""
 
     exact: oracle.Results
     own: oracle.Results
@@ -251,7 +251,7 @@ class Answer:
 
 
 def _calls(question: Question) -> Iterator[list[str]]:
-    """Make the call, and once more with changed tables; yield what is wrong of each."""
+    """Make the call, then again with changed tables; yield the wrong results of each."""
     problem, tables, packing = question.problem, question.tables, Packing(question.problem)
     call = _flex(question) if problem.call == "flex" else _attention(problem, tables)
     x, dlse = question.x, question.dlse

@@ -17,7 +17,7 @@ class Break:
     old: str
     new: str
     says: str = "right"
-    """What a verdict holds, as a regular expression."""
+    """The expected verdict, as a regular expression."""
     last: bool = False
     """True: the last place of `old` changes. False: the first."""
 

@@ -23,7 +23,7 @@ STAY = "{ .reg .pred p; setp.lt.f32 p, $1, 0fBF800000; @p nanosleep.u32 1; mov.f
 """Assembly that returns its operand: ptxas moves neither the assembly nor what it needs beyond a
 wait."""
 TWINS = {STAY: lambda x: x}
-"""Functions that compute what assembly does, for the memory model."""
+"""Functions that compute the assembly's results, for the memory model."""
 _NEW_NAMES = (3, 8)
 """Version of Triton from which TMA's operations are called `async_load` and `async_store`."""
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
@@ -31,7 +31,7 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 @dataclass(frozen=True, kw_only=True)
 class HopperForward:
-    """A forward for sm_90: what its text depends on."""
+    """A forward for sm_90: the parameters of its text."""
 
     head_dim: Literal[64, 128] = 128
     """Width of q, k, v and out [elements]."""

@@ -1,4 +1,4 @@
-"""The Gluon forward in the memory model: inputs, what it should give, and what came of a run."""
+"""The Gluon forward in the memory model: inputs, expected results, and verdicts of runs."""
 
 from __future__ import annotations
 

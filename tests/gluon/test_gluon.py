@@ -1,5 +1,5 @@
-"""The Gluon forward, compiled for sm_90: ptxas takes what the memory model ran, and spills next to
-nothing."""
+"""The Gluon forward, compiled for sm_90: ptxas accepts the text that the memory model ran, and
+spills next to nothing."""
 
 from __future__ import annotations
 

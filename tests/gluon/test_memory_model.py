@@ -342,7 +342,7 @@ def test_other_imports_are_refused() -> None:
 
 @dataclass
 class Described:
-    """A descriptor that nobody has looked at, as one that a kernel makes itself would be."""
+    """An unchecked descriptor, like one that a kernel makes itself."""
 
     base: torch.Tensor
     shape: list[int]

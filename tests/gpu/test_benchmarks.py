@@ -1,4 +1,4 @@
-"""What benchmarks run on a GPU, on small problems: here is rarely one, and not for long."""
+"""Benchmarks on a GPU, with small problems: GPU time is short."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def test_attention_and_its_gradients(problem: AttentionProblem) -> None:
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
 def test_unaligned_tensors_right_after_aligned_ones(dtype: str) -> None:
-    """The same shape twice: what the first call chose must not serve the second."""
+    """The same shape twice: the choice of the first call must not serve the second."""
     lengths = sized("q200 kv300", rehearsed="q40 kv50")
     problem = AttentionProblem.parse(f"b2 hq4 hkv2 {lengths} d64 {dtype} causal")
     aligned = make_inputs(problem)
@@ -166,7 +166,7 @@ def test_unaligned_tensors_right_after_aligned_ones(dtype: str) -> None:
 
 @pytest.mark.parametrize("problem", PROBLEMS[::4], ids=str)
 def test_the_safe_tiles_agree_with_the_reference(problem: AttentionProblem) -> None:
-    """What the tuner checks backward kernels with."""
+    """The tiles with which the tuner checks backward kernels."""
     configs: dict[Kernel, TileConfig] = {kernel: safe(kernel) for kernel in LARGE_CACHE}
     verification.require(verification.verify(problem, configs, device="cuda"))
 

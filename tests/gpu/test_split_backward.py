@@ -1,5 +1,5 @@
-"""Backwards that split what streams, or take one pass, on the GPU: right, and the same bits in each
-run."""
+"""Backwards that split streamed rows, or take one pass, on the GPU: right, with the same bits in
+each run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is left out of Triton's interpreter: results are the same, and patches end with a launch."""
+"""Work skipped in Triton's interpreter: results are the same, and patches end with a launch."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _operators(x_ptr, i_ptr, out_ptr, n: tl.constexpr):  # noqa: ANN001, ANN202
 
 
 def test_operators_agree_with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is remembered from the first program, where nothing is awkward, serves the second."""
+    """Values cached from the first program, which has no edge cases, serve the second."""
     inf = float("inf")
     x = torch.tensor([[1.0] * 8, [0.0, -0.0, 1.5, -2.0, inf, -inf, inf - inf, 16777216.0]])
     i = torch.tensor([[1] * 8, [0, 1, -1, 5, -7, 2**31 - 1, -(2**31), 16777217]])

@@ -144,7 +144,7 @@ def test_a_worker_whose_gpu_is_lost_starts_itself_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Restarted(Exception):
-        """What the process would be replaced by."""
+        """The command that would replace the process."""
 
     def run(*_: Any) -> Any:
         raise DeviceLost(Measurement(status="launch_failed", message="illegal address"))

@@ -1,5 +1,5 @@
-"""What only a process of its own shows: what it loads, that it gives what another gave, and what it
-writes."""
+"""Facts that only a fresh process shows: modules that it loads, results equal to another's, and its
+output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is installed, however it is installed: every file of the package, templates and cache."""
+"""The installed files, for any kind of installation: the package, templates and cache."""
 
 from __future__ import annotations
 

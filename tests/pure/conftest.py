@@ -1,4 +1,4 @@
-"""What several tests of the tuner, and of remote stores, share."""
+"""Fixtures shared by tests of the tuner and of remote stores."""
 
 from __future__ import annotations
 

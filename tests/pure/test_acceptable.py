@@ -1,4 +1,4 @@
-"""Which binaries may be used: the rule, and those who ask it."""
+"""The rule for usable binaries, and its callers."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_more_spills_take_longer() -> None:
 
 @pytest.fixture
 def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[TileConfig, int | None]:
-    """What compiling gives: bytes spilled by config, None for a failure; no spill by default."""
+    """Results of compiling: bytes spilled by config, None for a failure; no spill by default."""
     spilled: dict[TileConfig, int | None] = {}
 
     def compile_(rendered: RenderedKernel, arch: str) -> compiler.CompiledKernel:

@@ -20,7 +20,7 @@ from tilegen.runtime import plans
 
 @dataclass
 class Seen:
-    """What `attention` asked for: kernels as (name, aligned), and the gradients they received."""
+    """Kernels that `attention` chose, as (name, aligned), and the gradients they received."""
 
     kernels: list[tuple[str, bool]]
     gradients: list[torch.Tensor]

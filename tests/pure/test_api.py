@@ -1,4 +1,4 @@
-"""The verbs as functions: each gives what its command prints, and bad input is one line."""
+"""The verbs as functions: each returns what the command prints, and bad input is one line."""
 
 from __future__ import annotations
 

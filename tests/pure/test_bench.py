@@ -1,4 +1,4 @@
-"""What a config is measured and checked with on a GPU, as far as that goes without one."""
+"""Measuring and checking a config for a GPU, as far as possible without one."""
 
 from __future__ import annotations
 

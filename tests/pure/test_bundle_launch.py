@@ -1,5 +1,4 @@
-"""The launcher gives every kernel what its emitted `launch` gives it, from a bundle and as Triton
-compiles it."""
+"""The launcher passes the same arguments as the emitted `launch`, from a bundle and with Triton."""
 
 from __future__ import annotations
 
@@ -74,7 +73,7 @@ class Recorder:
 
 
 class Compiled:
-    """Stands for what Triton compiled, and notes what it was compiled for and launched with."""
+    """A stand-in for Triton's compiled kernel that notes arguments of compilation and launch."""
 
     function, packed_metadata = 7, "metadata"
 

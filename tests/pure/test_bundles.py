@@ -1,4 +1,4 @@
-"""Bundles at run time: what is served from one, what is refused, what is left to the usual way."""
+"""Bundles at run time: calls that they serve, refuse, or leave to the compiler."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""What a call may ask for: nested tensors, autocast, narrow heads, FlexAttention's forms."""
+"""Kinds of calls: nested tensors, autocast, narrow heads, FlexAttention's forms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The GPU catalogue, its overrides, and what is made of a driver's answer."""
+"""The GPU catalogue, its overrides, and specs from a driver's properties."""
 
 from __future__ import annotations
 

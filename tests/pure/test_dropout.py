@@ -1,4 +1,4 @@
-"""Dropout: what is drawn for a pair, and what calls make of it on a CPU."""
+"""Dropout: random words of pairs, and calls on a CPU."""
 
 import math
 import re

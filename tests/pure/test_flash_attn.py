@@ -1,4 +1,4 @@
-"""flash-attn's names against what flash-attn documents, pair by pair in plain PyTorch."""
+"""flash-attn's functions against its documentation, pair by pair in plain PyTorch."""
 
 from __future__ import annotations
 

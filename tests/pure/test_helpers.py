@@ -1,4 +1,4 @@
-"""Functions of emitted kernels whose parameters are made from what their lines read."""
+"""Functions of emitted kernels, with parameters computed from their lines."""
 
 from __future__ import annotations
 

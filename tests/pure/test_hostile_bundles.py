@@ -1,4 +1,4 @@
-"""Manifests that nobody should trust: each is refused in a line, and nothing of it is loaded."""
+"""Untrustworthy manifests: each is refused in a line, and nothing of it is loaded."""
 
 import json
 import re

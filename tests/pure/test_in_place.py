@@ -1,4 +1,4 @@
-"""What is changed in place in the tensors of a mask is seen; values that are none are refused."""
+"""In-place changes of a mask's tensors are seen; invalid values are refused."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_values_on_a_gpu_are_checked_on_request(monkeypatch: pytest.MonkeyPatch)
 
 
 class _Unseen(torch.Tensor):
-    """A tensor whose values nobody may look at, as on a GPU without waiting for it."""
+    """A tensor whose values must not be read, as on a GPU without waiting."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN206

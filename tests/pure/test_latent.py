@@ -1,4 +1,4 @@
-"""Values that are the first columns of keys: what the model knows of it, and what is emitted."""
+"""Values that are the first columns of keys: the model's counts, and the emitted text."""
 
 from __future__ import annotations
 

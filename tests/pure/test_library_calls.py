@@ -1,4 +1,4 @@
-"""Passes that PyTorch's own kernels compute: what they are given, and that they mean the same."""
+"""Passes computed by PyTorch's own kernels: their arguments and their meaning."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ def test_operators_use_their_arguments(backend: Backend, rows: int) -> None:
 
 
 class Given(TorchDispatchMode):
-    """What operators of attention are given, by the names in their schemas."""
+    """Arguments of attention operators, by the names in their schemas."""
 
     def __init__(self) -> None:
         super().__init__()

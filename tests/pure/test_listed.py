@@ -1,4 +1,4 @@
-"""What the model counts of masks without a closed form equals their lists."""
+"""The model's counts for masks without a closed form equal their lists."""
 
 import itertools
 from typing import Any

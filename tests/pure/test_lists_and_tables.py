@@ -1,4 +1,4 @@
-"""What lists of tiles and captured tables add to a footprint."""
+"""The footprint of lists of tiles and captured tables."""
 
 import pytest
 

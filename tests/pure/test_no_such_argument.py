@@ -90,7 +90,7 @@ FITTING = {
     ("cache_batch_idx", "nothing"),
     ("max_q_length", "number"),
 }
-"""What arguments may be, of other kinds."""
+"""Valid arguments, of other kinds."""
 MISFITS: dict[str, Any] = {
     "nothing": None,
     "text": "x",

@@ -1,5 +1,4 @@
-"""Problems in normal form: what records, bundles and explanations are about is what calls look
-up."""
+"""Problems in normal form: records, bundles, explanations and calls use the same problem."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Notations of masks: what cannot be read gets one InvalidProblem, whatever the text, and runs
-nothing."""
+"""Notations of masks: any unreadable text gives one InvalidProblem and runs nothing."""
 
 from __future__ import annotations
 

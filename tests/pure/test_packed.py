@@ -53,7 +53,7 @@ def problem(mask: Mask, seqlen_q: int = 4096, seqlen_kv: int = 4096) -> Attentio
 
 
 def tensor_bytes(mask: Mask, length: int) -> int:
-    """What the tables of a call take."""
+    """The bytes of a call's tables."""
     return sum(value.on("cpu", (length, length)).nbytes for value in mask.values)
 
 

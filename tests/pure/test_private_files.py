@@ -1,4 +1,4 @@
-"""Code is taken only from files that nobody else can have written."""
+"""Code is imported only from files that no other user can have written."""
 
 from __future__ import annotations
 

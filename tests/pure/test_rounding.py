@@ -1,4 +1,4 @@
-"""What roundings may cost: sums of absolute values, written out term by term."""
+"""The effect of rounding: sums of absolute values, written out term by term."""
 
 import math
 

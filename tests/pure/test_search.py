@@ -1,4 +1,4 @@
-"""What to try next: every config once, whatever Optuna proposes."""
+"""The order of trials: every config once, whatever Optuna proposes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Backwards that split what streams over programs: when that is chosen, and what the model says of
-it."""
+"""Backwards that split streamed rows over programs: when they are chosen, and the model's
+numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Times that no launch can have: refused by name, and nobody's work is lost with them."""
+"""Impossible times are refused by name, and no other finding is lost with them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Web servers that cut, delay, compress or never end what they send."""
+"""Web servers that cut, delay, compress or never end their responses."""
 
 from __future__ import annotations
 

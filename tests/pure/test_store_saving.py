@@ -21,7 +21,7 @@ from tilegen.store import Saved, TuningRecord, files, list_records, look_up, sav
 
 @pytest.fixture(autouse=True)
 def _say_everything(caplog: pytest.LogCaptureFixture) -> None:
-    """Let every test hear what an earlier one was told."""
+    """Let every test see warnings that were already logged."""
     say_once.cache_clear()
     caplog.set_level(logging.INFO, logger="tilegen")
 

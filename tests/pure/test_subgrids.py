@@ -1,5 +1,5 @@
-"""The densest sub-grids of masks: what bounds allow against all choices of rows and columns, and no
-schedule that moves less than the bound which follows."""
+"""The densest sub-grids of masks: bounds against all choices of rows and columns, and against
+schedules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Time: what a step asks of each unit, waves, L2, and published throughputs."""
+"""Time: clocks of a step on each unit, waves, L2, and published throughputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tilegen registers with transformers, and the masks that it makes of its building blocks."""
+"""tilegen's registration with transformers, and the masks made from its building blocks."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def _unary(function: Callable[..., torch.Tensor]) -> Any:
 
 
 class tl:  # noqa: N801
-    """What emitted statements use of triton.language."""
+    """The parts of triton.language that emitted statements use."""
 
     float32, float64, int32, int64 = torch.float32, torch.float64, torch.int32, torch.int64
     exp, exp2, log, sqrt_rn = map(_unary, (torch.exp, torch.exp2, torch.log, torch.sqrt))

@@ -1,4 +1,4 @@
-"""The search on recorded timings: what it finds, what it says, what it writes down."""
+"""The search on recorded timings: its results, messages and files."""
 
 from __future__ import annotations
 

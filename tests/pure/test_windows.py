@@ -1,4 +1,4 @@
-"""Windows of other libraries against what each of them says, pair by pair."""
+"""Windows of other libraries against their documentation, pair by pair."""
 
 from collections.abc import Callable
 
@@ -19,7 +19,7 @@ def kept(mask: Mask, seqlen_q: int, seqlen_kv: int) -> list[list[bool]]:
 def said(
     keeps: Keeps, seqlen_q: int, seqlen_kv: int, *, ends_last: bool = True
 ) -> list[list[bool]]:
-    """What a convention keeps, whose positions of queries end at the last key or start at the
+    """The pairs that a convention keeps, with queries that end at the last key or start at the
     first."""
     shift = seqlen_kv - seqlen_q if ends_last else 0
     return [[keeps(q + shift, k) for k in range(seqlen_kv)] for q in range(seqlen_q)]

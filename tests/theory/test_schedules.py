@@ -86,7 +86,7 @@ def run(name: str, shape: Shape, keep: NDArray[np.bool_]) -> SlowMemory:
 
 
 def values(shape: Shape, keep: NDArray[np.bool_], qk: int) -> dict[sp.Symbol, int]:
-    """What the symbols of the formulas stand for."""
+    """Values of the formulas' symbols."""
     rows, columns = list(spans(shape.rows, shape.B_r)), list(spans(shape.columns, shape.B_c))
     visited = [(r, c) for r in rows for c in columns if keep[r, c].any()]
     sides = {name: getattr(shape, name) for name in ("B_r", "B_c", "B_d", "B_e", "B_k", "B_p", "B")}
@@ -107,7 +107,7 @@ def values(shape: Shape, keep: NDArray[np.bool_], qk: int) -> dict[sp.Symbol, in
 
 
 def counted(schedule: Schedule, numbers: dict[sp.Symbol, int]) -> Counter[Key]:
-    """What the formulas say, without tensors of which nothing moves."""
+    """The formulas' words, without tensors that do not move."""
     given = {symbol.name: number for symbol, number in numbers.items()}
     count: Counter[Key] = Counter()
     for term in schedule.terms:
@@ -272,7 +272,7 @@ def test_a_schedule_says_where_it_comes_from() -> None:
 
 
 def long_sequences(head_dim: int) -> dict[sp.Symbol, int]:
-    """What the symbols of bounds and schedules are for 2**16 queries and keys."""
+    """Values of the symbols of bounds and schedules for 2**16 queries and keys."""
     length = 2**16
     ones = dict.fromkeys(("g", "n", "n_s", "kappa", "H_kv", "P", "s", "B_d", "B_k"), 1)
     same = dict.fromkeys(("N_q", "N_kv", "w", "n_q", "n_kv"), length) | {"nnz": length**2}

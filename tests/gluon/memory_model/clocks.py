@@ -24,8 +24,8 @@ class View:
 
     seen: dict[Actor, int] = field(default_factory=dict)
     fenced: dict[Actor, int] = field(default_factory=dict)
-    """Counts of ordinary loads and stores after which a fence came: what the asynchronous proxy
-    does later is ordered after them."""
+    """Counts of ordinary loads and stores before a fence: later operations of the asynchronous
+    proxy are ordered after them."""
 
     def copy(self) -> View:
         """Return a view that changes apart from this one."""

@@ -11,4 +11,4 @@ class Fault(TilegenError):
 
 
 class NotModelled(TilegenError):
-    """A kernel does what the model does not know."""
+    """A kernel does something that is not modelled."""

@@ -23,7 +23,7 @@ values.add_operators(real.int1)
 
 
 def use(machine: Machine | None, twins: Twins | None = None) -> None:
-    """Have operations be those of a machine, and assembly what its twins say."""
+    """Run operations on a machine, and assembly by its twins."""
     global _machine, _twins
     _machine, _twins = machine, twins or {}
 
@@ -73,15 +73,15 @@ def where(condition: Tile, value: Any, other: Any) -> Tile:
 
 
 def largest(a: Any, b: Any) -> Any:
-    """The larger of two values. What is not a number stays so, and is seen: the hardware's `max`
-    would hide it."""
+    """The larger of two values. NaN stays NaN, which shows it: the hardware's `max` would hide
+    it."""
     if not isinstance(a, Tile) and not isinstance(b, Tile):
         return Int(max(int(a), int(b)))
     return combined(np.maximum, a, b)
 
 
 def smallest(a: Any, b: Any) -> Any:
-    """The smaller of two values; what is not a number stays so."""
+    """The smaller of two values; NaN stays NaN."""
     if not isinstance(a, Tile) and not isinstance(b, Tile):
         return Int(min(int(a), int(b)))
     return combined(np.minimum, a, b)

@@ -54,14 +54,14 @@ class Partition:
     done: bool = False
 
     def release(self) -> None:
-        """Have what follows be no part of what others have been told."""
+        """Start a new epoch: later writes are not covered by earlier releases."""
         self.view.seen[self.actor] += 1
 
 
 @dataclass(eq=False)
 class Product:
-    """An asynchronous product in flight (wgmma): its view, its result, and what it reads from
-    registers."""
+    """An asynchronous product in flight (wgmma): its view, its result, and the registers that it
+    reads."""
 
     view: View
     result: Tile
@@ -320,7 +320,7 @@ class Machine:
             )
 
     def _variable(self) -> str:
-        """Return the name that the running line gives to what it allocates."""
+        """Return the name that the running line assigns an allocation to."""
         text = self.place().rpartition(": ")[2]
         return text.partition("=")[0].strip() or "shared memory"
 

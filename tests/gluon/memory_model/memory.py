@@ -120,7 +120,7 @@ class Buffer:
         self.machine.pause()
 
     def read(self) -> np.ndarray:
-        """Return the elements. Raises Fault where nobody has written them."""
+        """Return the elements. Raises Fault for elements that were never written."""
         where = self._where
         if not self.allocation.written[where].all():
             raise self.machine.fault(f"{self} is read, and nobody has written it")

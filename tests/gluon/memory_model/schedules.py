@@ -81,7 +81,7 @@ class EverySchedule:
 
 
 class _Path:
-    """One of the schedules, which takes what has not been taken."""
+    """One of the schedules, which takes unexplored choices."""
 
     anywhere = False
 
@@ -93,7 +93,7 @@ class _Path:
         """Nothing: there are no speeds."""
 
     def choose(self, names: Sequence[str]) -> int:
-        """Return the first that leads to what has not been taken."""
+        """Return the first choice that leads to an unexplored state."""
         state = self.states[-1]
         self._options[state] = tuple(names)
         after = [_after(state, name) for name in names]

@@ -113,7 +113,7 @@ class Tile:
 
     @property
     def late_data(self) -> np.ndarray:
-        """The values, also those that will be there when what writes them is done."""
+        """The values, including those of writes in flight."""
         return self._data
 
     @property
