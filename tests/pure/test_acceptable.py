@@ -38,7 +38,7 @@ def test_a_binary_may_spill_a_little() -> None:
         assert bench.refused(used(spill_bytes=spilled), H200) is None
     much = used(spill_bytes=MOST_SPILLED + 8)
     assert not acceptable(much, H200)
-    assert objection(much, H200).startswith("136 bytes of registers spilled a thread")
+    assert objection(much, H200).startswith("136 bytes of registers spilled per thread")
     actual = bench.refused(much, H200)
     assert actual is not None
     assert (actual.status, actual.message) == ("declined", objection(much, H200))

@@ -232,7 +232,7 @@ def test_a_place_of_the_path_that_is_missing(
     """Listing everything passes it over by name; what must be whole fails."""
     monkeypatch.setenv("TILEGEN_CACHE_PATH", str(tmp_path / "team"))
     assert len(told("list")) == 1
-    assert f"{str(tmp_path / 'team')!r} is not a folder; passed over" in caplog.text
+    assert f"{str(tmp_path / 'team')!r} is not a folder; skipped" in caplog.text
     for command in ("verify", "pull"):
         assert "found none" in refused(monkeypatch, capsys, command)
 

@@ -316,7 +316,7 @@ def test_own_directory_that_is_read_only_is_no_obstacle(
     monkeypatch.setattr(Path, "rename", refuse)  # root may write anywhere, so chmod would not do
     assert look_up(TASK, where=[own(tmp_path)]) is None
     (warning,) = caplog.messages
-    assert "passed over" in warning
+    assert "skipped" in warning
     assert file.exists()
 
 

@@ -305,7 +305,7 @@ def test_listed_masks_visit_the_tiles_that_their_closed_forms_leave(
     normal = listed.normal()
     assert "unlisted(" in normal.key
     assert AttentionProblem.parse(normal.key).key == normal.key
-    with pytest.raises(Unsupported, match="expected the problem's normal form"):
+    with pytest.raises(Unsupported, match="use the problem's normal form"):
         render(listed, TileConfig.parse("m16n64k1024w4s2"), "fwd_paged")
     ranges = tile_ranges(normal.mask, "rows", seqlen_q=40, seqlen_kv=100, block_m=10, block_n=10)
     counts = {

@@ -79,7 +79,7 @@ def test_a_folder_that_is_a_link_is_read_and_not_written(
         lambda: save(record(us=300.0), location=where),
         lambda: list(merge([place(tmp_path / "other", record(us=300.0))], where)),
     ):
-        with pytest.raises(Unsupported, match="found a link to another; name what it leads to"):
+        with pytest.raises(Unsupported, match="found a link to another; add the link's target"):
             act()
     (tmp_path / "there" / RECORD.path).write_text("{torn")
     assert look_up(TASK, where=[where]) is None

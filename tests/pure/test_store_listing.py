@@ -70,15 +70,15 @@ def test_why_lines(tmp_path: Path) -> None:
     )
     (line,) = why_lines(KernelTask.of("fwd", other, H200), [])
     assert "tilegen tune 'b4 hq32 hkv8 q32 kv64 d128 bf16 causal' --kernel fwd" in line
-    assert why_lines(TASK, why(TASK, where=where))[1].endswith(": this is the one")
+    assert why_lines(TASK, why(TASK, where=where))[1].endswith(": this record is used")
 
 
 def test_one_of_several_equals_is_the_one(tmp_path: Path) -> None:
     where = [place(tmp_path / name, RECORD, name) for name in ("own", "shipped")]
     nearest = why(TASK, where=where)
     _, mine, shipped = why_lines(TASK, nearest)
-    assert mine.endswith(": this is the one")
-    assert shipped.endswith(": of the same; the one above is found first")
+    assert mine.endswith(": this record is used")
+    assert shipped.endswith(": an equal match; the record above is found first")
 
 
 def test_list_shows_all_files_of_all_locations_and_changes_none(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_the_record_of_another_tilegen_stays_where_it_is(
     for _ in range(2):
         assert look_up(TASK, where=[where]) is None
     (warning,) = caplog.messages
-    assert f"record {str(file)!r} passed over: " in warning
+    assert f"record {str(file)!r} skipped: " in warning
     for dry_run in (True, False):
         with pytest.raises(Unsupported, match="use the tilegen that wrote it"):
             save(record(us=300.0), location=where, dry_run=dry_run)

@@ -107,7 +107,7 @@ def test_places_that_cannot_be(
     assert message in warning
     assert len(warning) < 500
     assert list(list_records([shared(url)])) == []
-    assert all("passed over" in message for message in caplog.messages)
+    assert all("skipped" in message for message in caplog.messages)
     with pytest.raises(Unreachable, match="expected all sources to answer"):
         list(merge([shared(url)], own(tmp_path / "b")))
 
@@ -209,11 +209,10 @@ def test_packages_add_locations(tmp_path: Path) -> None:
     assert shared_lines == [f"shared {url}" for url in expected]
     assert shipped_line == f"shipped {ROOT / 'cache'}"
     assert result.stderr.count("\n") == 2
-    assert (
-        "entry point 'team_tiles:WRONG' of tilegen.caches passed over: expected a text or path"
-        in (result.stderr)
+    assert "entry point 'team_tiles:WRONG' of tilegen.caches skipped: expected a text or path" in (
+        result.stderr
     )
-    assert "entry point 'team_broken:X' of tilegen.caches passed over" in result.stderr
+    assert "entry point 'team_broken:X' of tilegen.caches skipped" in result.stderr
 
 
 def test_one_silent_source_does_not_keep_the_others_from_being_merged(tmp_path: Path) -> None:
@@ -247,4 +246,4 @@ def test_listing_a_silent_server_ends_soon(
     monkeypatch.setattr(reach, "ANSWER_SECONDS", 0.3)
     with silent_server() as (address, _):
         assert list(list_records([shared(address)])) == []
-    assert "did not answer within 0.3 s; passed over" in caplog.text
+    assert "did not answer within 0.3 s; skipped" in caplog.text

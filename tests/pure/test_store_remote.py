@@ -88,7 +88,7 @@ def test_save_look_up_and_list(url: str) -> None:
     assert look_up(TASK, where=[where]) is None
     assert list(list_records([where])) == []
     saved = save(RECORD, location=where)
-    assert (saved.wins, saved.reason) == (True, "no record was there")
+    assert (saved.wins, saved.reason) == (True, "there was no record")
     assert saved.file == f"{url}/{RECORD.path}"
     # The miss is remembered for a while; other own directories have not asked before.
     os.environ["TILEGEN_CACHE_DIR"] += "2"

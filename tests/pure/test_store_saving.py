@@ -54,14 +54,14 @@ def test_a_loser_is_kept_as_rival_with_the_reason(tmp_path: Path) -> None:
     save(record(us=400.0, source="aa"), location=own(tmp_path))
     saved = save(record(us=500.0, source="bb"), location=own(tmp_path))
     assert (saved.written, saved.wins) == (True, False)
-    assert saved.reason == "the one there stays: faster (400 us, the other 500 us)"
+    assert saved.reason == "the existing record stays: faster (400 us, the other 500 us)"
     there = TuningRecord.from_json(Path(saved.file).read_text())
     assert there == record(us=400.0, source="aa", rivals=(record(us=500.0, source="bb"),))
 
 
 def test_dry_run_says_the_same_and_changes_nothing(tmp_path: Path) -> None:
     first = save(RECORD, location=own(tmp_path), dry_run=True)
-    assert (first.written, first.wins, first.reason) == (True, True, "no record was there")
+    assert (first.written, first.wins, first.reason) == (True, True, "there was no record")
     assert written(tmp_path) == []
     save(record(us=400.0, source="aa"), location=own(tmp_path))
     text = (tmp_path / RECORD.path).read_text()

@@ -208,7 +208,7 @@ def test_one_line_for_each_trial_and_a_last_one_to_paste(caplog: pytest.LogCaptu
     )
     assert all(trial.fullmatch(line) for line in lines[:30]), lines[:30]
     assert len(lines) == 32
-    assert lines[30].endswith("written: no record was there")
+    assert lines[30].endswith("written: there was no record")
     assert eval(lines[-1], {"TileConfig": TileConfig}) == record.config
     assert lines[-1].endswith(f"# 382 us, fwd, h200, {PROBLEM}")
 
@@ -263,7 +263,10 @@ def test_faster_record_from_elsewhere_stays(
     winner = run(Replay())
     assert winner.measurement.median_us == 382.28
     assert stored(own_cache) == replace(elsewhere, rivals=(winner,))
-    assert "not won: the one there stays: faster (100 us, the other 382 us)" in caplog.messages[-2]
+    assert (
+        "not won: the existing record stays: faster (100 us, the other 382 us)"
+        in caplog.messages[-2]
+    )
 
 
 def test_own_record_follows_the_ties_that_more_trials_bring(own_cache: Path) -> None:

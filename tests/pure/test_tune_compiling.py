@@ -56,7 +56,7 @@ def test_hopeless_configs_cost_no_gpu_time(
     ] == [
         ("build_failed", "attention_fwd for sm_90: PassManager::run failed"),
         ("out_of_resources", "264 KiB > 227 KiB"),
-        ("declined", "160 bytes of registers spilled a thread, at most 128 are taken"),
+        ("declined", "160 bytes of registers spilled per thread; the limit is 128"),
     ]
     assert caplog.messages[1].endswith(f"{too_large!r} out of resources: 264 KiB > 227 KiB")
 

@@ -232,7 +232,7 @@ def test_unusable_configs_come_last(compile_: Compiler) -> None:
     for item in candidates[-2:]:
         assert item.config in best
         assert item.compiled
-        assert item.compiled.objection.startswith("400 bytes of registers spilled a thread")
+        assert item.compiled.objection.startswith("400 bytes of registers spilled per thread")
     assert not any(item.compiled and item.compiled.objection for item in candidates[:-2])
     call = pipeline.choose_kernel(KernelTask.of("fwd", PROBLEM, H200), may_compile=True)
     assert candidates[0].config == call.config

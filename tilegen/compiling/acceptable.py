@@ -95,4 +95,4 @@ def spill_objection(spill_bytes: int) -> str:
     """Explain why the spills of a thread are too large; empty if they are not."""
     if spill_bytes <= MOST_SPILLED:
         return ""
-    return f"{spill_bytes} bytes of registers spilled a thread, at most {MOST_SPILLED} are taken"
+    return f"{spill_bytes} bytes of registers spilled per thread; the limit is {MOST_SPILLED}"

@@ -147,7 +147,7 @@ def _context(
     ranges = ranges_source(problem.mask, side, in_part=spec.loop.in_part)
     if spec.pages and ranges.form == "lists":
         raise Unsupported(
-            f"keys in pages have no lists of tiles, as mask {problem.mask} needs: expected the "
+            f"keys in pages have no lists of tiles, which mask {problem.mask} needs; use the "
             f"problem's normal form, '{problem.normal()}'"
         )
     keep = keep_source(problem.mask, side, softmax="out" in spec.shows)

@@ -70,7 +70,9 @@ def backend(
     arguments that are not in this signature. Raises InvalidProblem and Unsupported.
     """
     if _parallel_config is not None:
-        raise Unsupported("expected no context parallelism, which needs diffusers' own back ends")
+        raise Unsupported(
+            "context parallelism needs diffusers' own back ends; turn one of the two off"
+        )
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if q.shape[1] != k.shape[1] and not enable_gqa:
         raise InvalidProblem(

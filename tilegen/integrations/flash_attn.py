@@ -137,7 +137,7 @@ def flash_attn_varlen_func(
         check_axes(name, x, "documents + 1")
     if block_table is not None:
         if dropout_p or max_seqlen_q is None:
-            raise Unsupported("with a block_table expected no dropout_p, and max_seqlen_q")
+            raise Unsupported("with a block_table leave dropout_p out and pass max_seqlen_q")
         out, lse = attention_paged(
             *(q, k, v, block_table, cu_seqlens_k.diff()),
             q_starts=cu_seqlens_q,

@@ -76,7 +76,7 @@ def flash_attn_with_kvcache(
         caches, seqlen = k_cache.shape[:2]
         table = _table_of(caches, seqlen // k_pages.shape[1], step, cache_batch_idx, q)
     elif cache_batch_idx is not None:
-        raise InvalidProblem("expected cache_batch_idx=None beside a block_table, which says it")
+        raise InvalidProblem("leave cache_batch_idx out: the block_table selects the pages")
     else:
         check_axes("block_table", block_table, "batch, pages of one")
         k_pages, v_pages, table = k_cache, v_cache, block_table
@@ -114,8 +114,8 @@ def _as_pages(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
             )
             return k, v, step
     raise Unsupported(
-        "k_cache and v_cache must lie alike, and one cache must begin a whole number of keys after "
-        f"the one before, got strides {k.stride()} and {v.stride()} for shapes {tuple(k.shape)} "
+        "k_cache and v_cache must have equal strides, and caches must begin a whole number of keys "
+        f"apart, got strides {k.stride()} and {v.stride()} for shapes {tuple(k.shape)} "
         f"and {tuple(v.shape)}"
     )
 

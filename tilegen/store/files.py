@@ -49,7 +49,7 @@ def inside(root: Path, path: PurePath | str) -> Path:
         if (root / parent).is_symlink():
             raise Unsupported(
                 f"expected a folder at {str(root / parent)!r}, found a link to another; "
-                "name what it leads to as a location of its own, or remove it"
+                "add the link's target as a location, or remove the link"
             )
     return root / path
 

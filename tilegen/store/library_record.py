@@ -94,7 +94,7 @@ def library_record(
             versions=versions_of(fields.group("versions")),
         )
     except InvalidRecord as error:
-        say_once(f"record {str(file)!r} passed over: {error}")
+        say_once(f"record {str(file)!r} skipped: {error}")
         return None
 
 

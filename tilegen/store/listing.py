@@ -98,12 +98,12 @@ def why_lines(task: KernelTask, nearest: Sequence[Found]) -> list[str]:
     if not nearest:
         return [f"no record of any kind; to make one: tilegen tune '{bucket}' --kernel {kernel}"]
     lines = [f"{kernel} on {task.device.name} for '{bucket}'; {len(nearest)} nearest records:"]
-    same = "this is the one"
+    same = "this record is used"
     for entry in nearest:
         state = "" if entry.record.is_measured else ", unmeasured"
         differs = joined(entry.differences) or same
         if not entry.differences:
-            same = "of the same; the one above is found first"
+            same = "an equal match; the record above is found first"
         lines.append(f"  {entry.origin}{state}  {entry.file!r}: {differs}")
     return lines
 

@@ -126,13 +126,13 @@ class _Asked:
                 continue
             file = location.address(path)
             if hard := identity(replace(task, device=gpu), record):
-                say_once(f"record {file!r} is about something else ({joined(hard)}); passed over")
+                say_once(f"record {file!r} is about something else ({joined(hard)}); skipped")
                 continue
             if not (findings := self._possible(record, file)):
                 continue
             record = self._best_of(findings)
             if trouble := illegal(task.tiled(record.config)):
-                say_once(f"record {file!r} passed over: {trouble}")
+                say_once(f"record {file!r} skipped: {trouble}")
                 continue
             borrowed = gpu is not runs_on
             pairs = {"gpu": (runs_on.name, gpu.name)} if borrowed else {}
@@ -152,7 +152,7 @@ class _Asked:
         """Return the valid findings of a record, the winner first; log an invalid finding."""
         troubles = {finding: no_finding(finding) for finding in record.findings}
         if trouble := next(filter(None, troubles.values()), ""):
-            say_once(f"record {file!r}: a finding is passed over: {trouble}")
+            say_once(f"record {file!r}: a finding is skipped: {trouble}")
         valid = tuple(finding for finding in record.findings if not troubles[finding])
         return join(valid).findings if valid and trouble else valid
 
@@ -180,10 +180,10 @@ class _Asked:
                 ) from None
             places.pass_over(location, error)
         except (OtherSchema, Unreadable) as error:  # may be valid, so it is not set aside
-            say_once(f"record {file!r} passed over: {one_line(error)}")
+            say_once(f"record {file!r} skipped: {one_line(error)}")
         except InvalidRecord as error:
             aside = places.set_aside(location, path, lambda data: _parsed(text_of(data)))
-            done = f"set aside as {aside!r}" if aside else "passed over"
+            done = f"set aside as {aside!r}" if aside else "skipped"
             say_once(f"record {file!r} {done}: {one_line(error)}")
         return None
 
@@ -284,7 +284,7 @@ def _peek(location: Location, path: PurePosixPath, change: Change) -> str:
         change(places.peek(location, path))
     except InvalidRecord as error:
         change(None)
-        return f"what is there is no record ({one_line(error)}) and would be kept"
+        return f"the existing file is not a record ({one_line(error)}) and would be kept"
     return ""
 
 
@@ -306,11 +306,11 @@ def _old(data: bytes, new: TuningRecord) -> TuningRecord:
 def _outcome(given: TuningRecord, new: TuningRecord, old: TuningRecord | None) -> tuple[bool, str]:
     """Check whether the winner of `given` is that of `new`; return the answer and a reason."""
     if old is None:
-        return True, "no record was there"
+        return True, "there was no record"
     winner, mine, was = new.findings[0], given.findings[0], old.findings[0]
     if winner == was:
         wins, why = winner == mine, "nothing new" if winner == mine else verdict(winner, mine)
-        return wins, why if wins else f"the one there stays: {why}"
+        return wins, why if wins else f"the existing record stays: {why}"
     return winner == mine, verdict(winner, was)
 
 

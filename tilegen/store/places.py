@@ -105,7 +105,7 @@ def read_trials(location: Location, path: PurePath | str) -> bytes:
     except Unreachable as error:
         pass_over(location, error)
     except InvalidRecord as error:
-        say_once(f"trials {location.address(path)!r} passed over: {one_line(error)}")
+        say_once(f"trials {location.address(path)!r} skipped: {one_line(error)}")
     return b""
 
 
@@ -175,7 +175,7 @@ def read_all(
 
 def pass_over(location: Location, error: Unreachable) -> None:
     """Warn once that a location is skipped."""
-    say_once(f"record location {location.address()!r} {error}; passed over")
+    say_once(f"record location {location.address()!r} {error}; skipped")
 
 
 @cache
@@ -189,7 +189,5 @@ def _plugged_in() -> tuple[str, ...]:
                 raise Unsupported(f"expected a text or path, found {type(value).__name__}")
             urls.append(place(str(value)))
         except Exception as error:  # a plug-in may raise anything
-            say_once(
-                f"entry point {entry.value!r} of {ENTRY_POINTS} passed over: {one_line(error)}"
-            )
+            say_once(f"entry point {entry.value!r} of {ENTRY_POINTS} skipped: {one_line(error)}")
     return tuple(urls)

@@ -106,7 +106,7 @@ class TuningRecord:
             )
         if self.measurement.status not in ("ok", "unmeasured"):
             raise InvalidRecord(
-                f"only a config that ran, or one nobody has run, can be a record; got one that is "
+                f"a record needs a config that ran, or was not run; got one that is "
                 f"{self.measurement.status}: {self.measurement.message}"
             )
         for rival in self.rivals:

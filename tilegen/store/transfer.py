@@ -112,7 +112,7 @@ def put(
         where = target.address(record.path)
         return Moved(file=where, action="refused", reason=one_line(error))
     action: Action = "changed" if saved.written else "same"
-    if saved.written and saved.reason == "no record was there":
+    if saved.written and saved.reason == "there was no record":
         action = "added"
     return Moved(file=saved.file, action=action, reason=saved.reason)
 

@@ -90,7 +90,7 @@ def _bad_lines(name: str, data: bytes | None) -> str:
             continue
         except InvalidRecord as error:
             bad.append(f"line {number}: {one_line(error)}")
-    return f"{len(bad)} lines are no trials, first {bad[0]}" if bad else ""
+    return f"{len(bad)} lines are not trials, first {bad[0]}" if bad else ""
 
 
 @dataclass(frozen=True, kw_only=True)
