@@ -39,7 +39,7 @@ class Instruction:
     falls_through: bool = True
     """False: the next instruction never follows it."""
     scatters: bool = False
-    """True if a jump through a register."""
+    """True if the instruction jumps through a register."""
 
 
 # First match wins. SASS: CUDA Binary Utilities, instruction set reference.
