@@ -93,7 +93,7 @@ def test_a_forged_trial_is_a_bad_line(tmp_path: Path, caplog: pytest.LogCaptureF
         file.write(json.dumps(trial_line(forged, conditions)) + "\n")
     assert [one.measurement for one in log.read().values()] == [HONEST.measurement]
     (warning,) = caplog.messages
-    assert "passed over 1 bad lines, first line 2: " + WHY in warning
+    assert "skipped 1 bad lines, first line 2: " + WHY in warning
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def test_torn_line_is_passed_over_and_written_behind(
     replay = Replay()
     run(replay, trials=6)
     assert len(replay.measured) == 2
-    assert any("passed over 1 bad lines, first line 5" in line for line in caplog.messages)
+    assert any("skipped 1 bad lines, first line 5" in line for line in caplog.messages)
     last = Replay()
     assert run(last, trials=6).trials == 6
     assert last.measured == []

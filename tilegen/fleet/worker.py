@@ -102,7 +102,7 @@ class Worker:
                 except (DeviceLost, StorageAway, StorageBroken):
                     raise
                 except TilegenError as error:  # other jobs may succeed
-                    outcome = "measured, not saved" if is_measured else "passed over"
+                    outcome = "measured, not saved" if is_measured else "skipped"
                     log.warning("%s %s: %s", job, outcome, one_line(error))
                     if is_measured:
                         self.unsaved[job] = one_line(error)

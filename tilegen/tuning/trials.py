@@ -65,7 +65,7 @@ class TrialLog:
                     bad.append(f"line {number}: {one_line(error)}")
             if bad:
                 file = location.address(self._path)
-                log.warning("trials %r: passed over %d bad lines, first %s", file, len(bad), bad[0])
+                log.warning("trials %r: skipped %d bad lines, first %s", file, len(bad), bad[0])
         return trials
 
     def append(self, trial: Trial) -> None:
