@@ -109,17 +109,21 @@ def looked_up_product(
     N: tl.constexpr,
     K: tl.constexpr,
     TURNED: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
-    """A product of few rows whose right operand has rows at places of a table, the first `n`."""
+    """A product of few rows whose right operand has rows at places of a table; MASKED: the first
+    `n` of them."""
     rows, columns, depth = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
     a = tl.load(a_ptr + rows[:, None] * K + depth[None, :])
     if TURNED:
         at = tl.load(places_ptr + columns)
-        b = tl.load(b_ptr + at[:, None] * K + depth[None, :], mask=columns[:, None] < n, other=0.0)
+        b_ptrs = b_ptr + at[:, None] * K + depth[None, :]
+        b = tl.load(b_ptrs, mask=columns[:, None] < n, other=0.0) if MASKED else tl.load(b_ptrs)
         b = tl.trans(b)
     else:
         at = tl.load(places_ptr + depth)
-        b = tl.load(b_ptr + at[:, None] * N + columns[None, :], mask=depth[:, None] < n, other=0.0)
+        b_ptrs = b_ptr + at[:, None] * N + columns[None, :]
+        b = tl.load(b_ptrs, mask=depth[:, None] < n, other=0.0) if MASKED else tl.load(b_ptrs)
     out = tl.dot(a, b, input_precision="ieee")
     tl.store(out_ptr + rows[:, None] * N + columns[None, :], out)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import product
 
 import pytest
@@ -70,12 +71,16 @@ def test_sums_are_rescaled_before_each_step(rows: int, dtype: torch.dtype, targe
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_at_places_of_a_table(dtype: torch.dtype, turned: bool, target: Target) -> None:
-    """Rows beyond the first are 0, whatever lies at their places."""
-    rows, n, k, kept = 4, 64, 128, 37
+def test_rows_at_places_of_a_table(
+    dtype: torch.dtype, turned: bool, masked: bool, target: Target
+) -> None:
+    """With a mask rows beyond the first are 0, whatever lies at their places."""
+    rows, n, k = 4, 64, 128
     length = n if turned else k
+    kept = 37 if masked else length
     places = torch.randperm(300, generator=torch.Generator().manual_seed(4))[:length].int()
     memory = _random(300, k if turned else n, dtype=dtype, seed=1)
     memory[places[kept:].long()] = float("nan")
@@ -86,7 +91,7 @@ def test_rows_at_places_of_a_table(dtype: torch.dtype, turned: bool, target: Tar
     launch(
         kernels.looked_up_product,
         (1,),
-        *(a, memory, places, out, kept, rows, n, k, turned),
+        *(a, memory, places, out, kept, rows, n, k, turned, masked),
         target=target,
     )
     expected = a.double() @ (b.T if turned else b)
@@ -118,6 +123,10 @@ def test_decoding_packs_nothing_and_fetches_ahead(name: str, dtype: str) -> None
         ir = lower(mlir.parse(ttir_of(source), source.file), ALL[name]).ir
         assert "@product" not in ir
         assert "call void @llvm.prefetch" in ir
+        # Rows of pages are fetched into L2, by a table of their addresses.
+        fetched = [line for line in ir.splitlines() if "call void @llvm.prefetch" in line]
+        assert {"i32 0, i32 2, i32 1" in line for line in fetched} >= {bool(more)}
+        assert bool(re.search(r"store <\d x ptr>", ir)) == bool(more)
 
 
 @pytest.mark.parametrize("page", [16, 256])

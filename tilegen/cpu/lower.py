@@ -221,6 +221,11 @@ class _Lowering(ControlFlow):
             self.code, self.loops.counted, "load", arg, type_.elem, type_.shape, mask
         )
         node = Load(type_.elem, type_.shape, pointer, mask, other, self.access, op.line)
+        if len(type_.shape) == 1 and type_.elem not in FLOATS and pointer.step(0) is None:
+            # A look-up, such as of pages: addresses of this and of the next iteration read it.
+            self.env[op.result] = self.loops.stored(node)
+            self.loops.flush()
+            return
         if len(type_.shape) == 2 and self._pointers.is_looked_up(op.operands[0]):
             node.streams = False
             node.next = following(self.loop, op.operands[0], self.env, self.code, self.op)

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tilegen.cpu.conversions import to_memory
-from tilegen.cpu.ir import BYTES, Code, Index, Lane, typed
+from tilegen.cpu.conversions import from_memory, to_memory
+from tilegen.cpu.ir import BYTES, MEMORY, Code, Index, Lane, typed
 from tilegen.cpu.pairs import added
 from tilegen.cpu.tiles import Address, Buffer, Load, Node
 
@@ -24,6 +24,9 @@ AHEAD = 8 << 10
 memory, and a fraction of the first-level cache. With more rows reading is less even."""
 AHEAD_OF_ROW = 2 << 10
 """The same for each row of a product [bytes]."""
+INTO_L1, INTO_L2 = 3, 2
+"""LLVM's names of the caches to fetch into. Rows that were looked up are fetched into L2: rows of a
+head in pages often lie 2 KiB or 4 KiB apart, and would replace each other in few sets of L1."""
 _LINE = 64
 _UNROLL = 8
 
@@ -74,12 +77,34 @@ class ThinProduct:
         each row that `scale` points to."""
         self.init, self.scale = init, scale
         self.fetches = self.right.streams or self.right.next is not None
+        self.table, self.table_ahead = self._tables()
         if not self.fetches:
             self._fetch_tile()
         if self.swapped:
             self._by_lanes()
         else:
             self._by_weights()
+
+    # ---- where rows lie
+
+    def _tables(self) -> tuple[str | None, str | None]:
+        """Write tables of the addresses of rows that were looked up, and return their addresses:
+        of this tile, and of the tile to fetch from."""
+        if self.right.streams:
+            return None, None
+        ahead = None if self.right.next is None else row_table(self.code, self.right.next)
+        # A masked row may lie outside of its tensor.
+        is_masked = self.right.mask is not None
+        return None if is_masked else row_table(self.code, self.right.address), ahead
+
+    def _elements(self, row: Index, column: Index, lane: tuple[int, int]) -> str:
+        """Return elements of a row of the right operand."""
+        code, elem = self.code, self.right.elem
+        if self.table is None:
+            return self.right.at(code, (row, column), lane)
+        place = code.gep(MEMORY[elem], _row_of(code, self.table, row), column)
+        value = code.emit(f"load {typed(MEMORY[elem], lane)}, ptr {place}, align {BYTES[elem]}")
+        return from_memory(code, value, elem, lane)
 
     # ---- the right operand is transposed: its rows are columns of the result
 
@@ -117,14 +142,14 @@ class ThinProduct:
 
     def _words(self, row: Index, word: Index, fetches: bool) -> str:
         """Return words along a row of the right operand."""
-        code, right = self.code, self.right
+        code = self.code
         column = code.times(word, 2) if self.pairs else word
         if fetches and self.fetches:
             self._fetch(row, column, self.lanes * (2 if self.pairs else 1))
         if not self.pairs:
-            return right.at(code, (row, column), self.lane)
+            return self._elements(row, column, self.lane)
         wide = 1, 2 * self.lanes
-        halves = to_memory(code, right.at(code, (row, column), wide), "bf16", wide)
+        halves = to_memory(code, self._elements(row, column, wide), "bf16", wide)
         return code.emit(f"bitcast {typed('i16', wide)} {halves} to {self.vector}")
 
     def _put_lanes(self, total: str, first: int, tall: int, column: Index, width: int) -> None:
@@ -182,14 +207,12 @@ class ThinProduct:
         code, lanes = self.code, self.lanes
         if not self.pairs:
             columns = [code.plus(column, v * lanes) for v in range(vectors)]
-            return [self.right.at(code, (row, column), self.lane) for column in columns]
+            return [self._elements(row, column, self.lane) for column in columns]
         wide = 1, 2 * lanes
         words: list[str] = []
         for first in range(0, vectors * lanes, 2 * lanes):
             places = ((code.plus(row, i), code.plus(column, first)) for i in (0, 1))
-            x, y = (
-                to_memory(code, self.right.at(code, place, wide), "bf16", wide) for place in places
-            )
+            x, y = (to_memory(code, self._elements(*place, wide), "bf16", wide) for place in places)
             for half in (0, 4):  # of every 128 bits, in which instructions interleave
                 order = [
                     source + block + half + i
@@ -265,9 +288,14 @@ class ThinProduct:
         per_row = max(columns * size // _LINE, 1)
         if depth * per_row % parts:
             return
-        for i in range(depth * per_row // parts):
-            line = code.plus(code.times(part, depth * per_row // parts), i)
-            row, place = (code.emit(f"{op} i64 {line}, {per_row}") for op in ("udiv", "urem"))
+        lines = depth * per_row // parts
+        for i in range(lines):
+            if lines % per_row == 0:  # whole rows
+                row: Index = code.plus(code.times(part, lines // per_row), i // per_row)
+                place: Index = i % per_row
+            else:
+                line = code.plus(code.times(part, lines), i)
+                row, place = (code.emit(f"{op} i64 {line}, {per_row}") for op in ("udiv", "urem"))
             self._fetch(row, code.times(place, _LINE // size), 1)
 
     def _fetch_tile(self) -> None:
@@ -278,10 +306,35 @@ class ThinProduct:
                 self._prefetch(self.right.address, row, column)
 
     def _prefetch(self, address: Address, row: Index, column: Index) -> None:
-        self.code.module.declare("declare void @llvm.prefetch.p0(ptr, i32, i32, i32)")
-        place = address.place(self.code, (row, column), None)
-        # To read data, into all levels. Memory need not exist there.
-        self.code.do(f"call void @llvm.prefetch.p0(ptr {place}, i32 0, i32 3, i32 1)")
+        code, cache = self.code, INTO_L1
+        code.module.declare("declare void @llvm.prefetch.p0(ptr, i32, i32, i32)")
+        if address is self.right.next and self.table_ahead is not None:
+            first = _row_of(code, self.table_ahead, row)
+            place, cache = code.gep(MEMORY[self.right.elem], first, column), INTO_L2
+        else:
+            place = address.place(code, (row, column), None)
+        # To read data. Memory need not exist there.
+        code.do(f"call void @llvm.prefetch.p0(ptr {place}, i32 0, i32 {cache}, i32 1)")
+
+
+def row_table(code: Code, address: Address) -> str:
+    """Write the addresses of a tile's rows to a table, and return its address.
+
+    Where rows are looked up, an address takes a dozen instructions. They are computed once for each
+    tile, a vector at a time, in place of once for each vector that is read or fetched.
+    """
+    rows = address.shape[0]
+    width = min(max(code.target.lanes // 2, 1), rows)
+    table = code.slot("ptr", rows)
+    with code.own_memo(), code.loop(0, rows, width) as row:
+        places = address.place(code, (row, 0), (0, width))
+        code.do(f"store <{width} x ptr> {places}, ptr {code.gep('ptr', table, row)}, align 8")
+    return table
+
+
+def _row_of(code: Code, table: str, row: Index) -> str:
+    """Return the address of a row by a table."""
+    return code.emit(f"load ptr, ptr {code.gep('ptr', table, row)}, align 8")
 
 
 def summed_lanes(code: Code, vectors: list[str]) -> str:
