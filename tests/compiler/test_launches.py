@@ -104,6 +104,16 @@ def test_work_is_that_of_products(kernel: Kernel, problem: str, flops: int) -> N
     assert not work.is_small(int(limit) + 1, values)
 
 
+@pytest.mark.parametrize("dtype, size", [("fp32", 4), ("bf16", 2)])
+def test_work_of_few_rows_is_that_of_reading(dtype: str, size: int) -> None:
+    """A row of 32 and 32 elements: 128 flops of products for each query, 1.2 for each byte."""
+    problem = f"hq4 hkv4 q1 kv4096 d32 {dtype} full"
+    for queries in (1, 16):
+        config = TileConfig(block_m=queries, block_n=32, split_kv=1024)
+        work, _ = _work("fwd_split", problem, config)
+        assert work.per_row == max(128 * queries, round(1.2 * size * 64))
+
+
 def test_programs_of_shares_work_on_their_share_of_the_keys() -> None:
     """Two shares of 256 keys have the work of 512 keys; a share of 65536 has that of all keys."""
     places: list[tuple[int, int]] = []

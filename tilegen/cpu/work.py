@@ -18,6 +18,8 @@ ENOUGH = 6_000_000
 """Work from which several threads share it [flop]: about 100 us of a thread at 60 Gflop/s."""
 _PER_ELEMENT = 20
 """Flops in the time of an access to one element, for kernels without products."""
+_PER_BYTE = 1.2
+"""Flops in the time to stream a byte: tiles of few rows wait for memory, at about 50 GB/s."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +59,12 @@ class Work:
         if spec.stays == "rows":
             rows = config.block_m * (tile_heads(config, problem.group_size) if spec.packs else 1)
             tile, passing = config.block_n, "seqlen_kv"
+            streamed = problem.element_bytes * (problem.head_dim_qk + problem.head_dim_v)
+            least = round(_PER_BYTE * streamed)
         else:
             rows = config.block_n * problem.group_size
-            tile, passing = config.block_m, "seqlen_q"
-        return Work(rows * flops, tile, config.split_kv, names.index(passing))
+            tile, passing, least = config.block_m, "seqlen_q", 0
+        return Work(max(rows * flops, least), tile, config.split_kv, names.index(passing))
 
     def is_small(self, programs: int, values: Sequence[Any]) -> bool:
         """Check whether a launch has less work than ENOUGH."""
