@@ -12,7 +12,7 @@ from tilegen.errors import TilegenError, Unsupported
 from tilegen.kernels.layout import public_lse
 from tilegen.launch.changes import Changes, Pages
 from tilegen.launch.derivatives import refuse_tangents
-from tilegen.masks.kinds import FULL
+from tilegen.masks.kinds import FULL_MASK
 from tilegen.masks.mask import Mask
 from tilegen.masks.score import Score
 from tilegen.runtime.call import ScoreFunction, describe, dropout_of, score_of
@@ -52,7 +52,7 @@ def attend(
         score = None if score is None else score_of(score)
         is_off = type(dropout_p) is float and dropout_p == 0  # a fast test for most calls
         dropout = None if is_off else dropout_of(dropout_p, q)
-        changes = Changes(FULL if mask is None else mask, score, kv_lengths, dropout, pages)
+        changes = Changes(FULL_MASK if mask is None else mask, score, kv_lengths, dropout, pages)
         out, lse = planned(q, k, v, changes, scale)
         return out, public_lse(lse)
     except TilegenError as error:

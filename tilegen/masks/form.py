@@ -6,13 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from tilegen.masks.shapes import Shape
-from tilegen.masks.values import Alignment, Values
-
-if TYPE_CHECKING:
-    pass
+from tilegen.masks.values import Alignment, Pair, Values, shown
 
 Side = Literal["rows", "columns"]
 """The axis whose tile stays on chip: query rows, past which KV tiles stream, or KV columns, past
@@ -81,3 +78,36 @@ def _form_named(name: str) -> Form:
         for module in ("usual", "tree", "packed", "comparison", "expression_mask"):
             import_module(f"tilegen.masks.{module}")
     return _FORMS[name]
+
+
+def _in_window(at: Pair, _: Side, left: Any, right: Any, alignment: Alignment) -> Condition:
+    centre = at.centre(alignment)
+    keep: Any = True
+    if left is not None:
+        keep = centre - at.number(left) <= at.k
+    if right is not None:
+        keep = keep & (at.k <= centre + at.number(right))
+    return keep
+
+
+def _window_spelt(left: Any, right: Any, alignment: Alignment) -> str:
+    left, right = (-1 if side is None else shown(side) for side in (left, right))
+    suffix = "" if alignment == "top_left" else ",bottom_right"
+    return f"window({left},{right}{suffix})"
+
+
+FULL = Form(
+    "full",
+    lambda at, side: True,
+    spelt=lambda: "full",
+    window=lambda: Window(None, None),
+    is_solved=True,
+)
+CAUSAL = Form(
+    "causal",
+    lambda at, side, alignment: at.k <= at.centre(alignment),
+    spelt=lambda alignment: "causal" if alignment == "top_left" else "causal(bottom_right)",
+    window=lambda alignment: Window(None, 0, alignment),
+    is_solved=True,
+)
+WINDOW = Form("window", _in_window, spelt=_window_spelt, window=Window, is_solved=True)

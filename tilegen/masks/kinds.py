@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 MAX_KINDS = 4096
-FULL = full()
+FULL_MASK = full()
 """The mask of calls without one, which keeps its kind from call to call."""
 
 

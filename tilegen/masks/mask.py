@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.masks.drawing import check_sides, draw
-from tilegen.masks.form import Condition, Form, Side, Window
+from tilegen.masks.form import CAUSAL, FULL, WINDOW, Condition, Form, Side, Window
 from tilegen.masks.made import is_traced, noted
 from tilegen.masks.shapes import Shape
 from tilegen.masks.values import Alignment, Pair, Values, check_alignment, check_number, shown
@@ -234,39 +234,6 @@ class Pending(Mask):
     @property
     def notation(self) -> str:
         return f"pending({self._made[0]})"
-
-
-def _in_window(at: Pair, _: Side, left: Any, right: Any, alignment: Alignment) -> Condition:
-    centre = at.centre(alignment)
-    keep: Any = True
-    if left is not None:
-        keep = centre - at.number(left) <= at.k
-    if right is not None:
-        keep = keep & (at.k <= centre + at.number(right))
-    return keep
-
-
-def _window_spelt(left: Any, right: Any, alignment: Alignment) -> str:
-    left, right = (-1 if side is None else shown(side) for side in (left, right))
-    suffix = "" if alignment == "top_left" else ",bottom_right"
-    return f"window({left},{right}{suffix})"
-
-
-FULL = Form(
-    "full",
-    lambda at, side: True,
-    spelt=lambda: "full",
-    window=lambda: Window(None, None),
-    is_solved=True,
-)
-CAUSAL = Form(
-    "causal",
-    lambda at, side, alignment: at.k <= at.centre(alignment),
-    spelt=lambda alignment: "causal" if alignment == "top_left" else "causal(bottom_right)",
-    window=lambda alignment: Window(None, 0, alignment),
-    is_solved=True,
-)
-WINDOW = Form("window", _in_window, spelt=_window_spelt, window=Window, is_solved=True)
 
 
 def _joining(join: Callable[[Any, Any], Any]) -> dict[str, Any]:

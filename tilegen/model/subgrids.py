@@ -26,7 +26,8 @@ from typing import Any, Literal
 import numpy as np
 import sympy as sp
 
-from tilegen.masks.mask import WINDOW, Mask
+from tilegen.masks.form import WINDOW
+from tilegen.masks.mask import Mask
 from tilegen.masks.usual import PREFIX_LM
 from tilegen.model.mask_size import Bands, Numbers, bands, mask_size
 from tilegen.model.symbols import N, N_kv, N_q, g, k, p, u, w_b

@@ -21,7 +21,7 @@ from tilegen.launch.changes import Changes, Pages
 from tilegen.masks.blocks import Blocks, Restriction
 from tilegen.masks.constructors import tree
 from tilegen.masks.dropout import Dropout
-from tilegen.masks.kinds import FULL, MaskKind, kind_of_mask
+from tilegen.masks.kinds import FULL_MASK, MaskKind, kind_of_mask
 from tilegen.masks.mask import Mask, intersect, unite, with_values
 from tilegen.masks.notation import parse_mask
 from tilegen.masks.packed import of_ids, packed
@@ -55,7 +55,7 @@ def rebuilt(
         for i, tensor in enumerate(tensors)
     ]
     spec = _spec(text)
-    mask = FULL if "mask" not in spec else _filled_mask(spec["mask"], tensors, lengths)
+    mask = FULL_MASK if "mask" not in spec else _filled_mask(spec["mask"], tensors, lengths)
     score = _filled_score(spec["score"], tensors, lengths) if "score" in spec else None
     kv_lengths = tensors[spec["lengths"]] if "lengths" in spec else None
     return Changes(mask, score, kv_lengths, dropout, pages), tensors

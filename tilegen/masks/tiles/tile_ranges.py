@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 from tilegen.errors import Unsupported
 from tilegen.kernels.config import BLOCK_SIZES
 from tilegen.masks.expression_mask import typical
+from tilegen.masks.form import WINDOW, Side
 from tilegen.masks.language.evaluation import points
 from tilegen.masks.language.expr import FIRST, LAST, SEQLEN_KV, SEQLEN_Q, B, H, captured_slots
-from tilegen.masks.mask import WINDOW, Mask, Side
+from tilegen.masks.mask import Mask
 from tilegen.masks.remembered import by_mask
 from tilegen.masks.shapes import Shape, TiledShape
 from tilegen.masks.tensors import tensors_of
