@@ -34,6 +34,7 @@ class Mask:
     """Predicate over (batch, head, query row, key column), immutable; join by `&`, `|` and `~`."""
 
     form: Form
+    """The kind of the mask, such as causal, a window, or the `&` of masks."""
     args: tuple[Any, ...] = ()
     """Numbers, texts, alignments, grids, tables and masks."""
 
