@@ -8,6 +8,7 @@ from typing import Any
 from tilegen.errors import InvalidProblem
 from tilegen.masks.form import Condition, Form, Side
 from tilegen.masks.mask import Mask, full
+from tilegen.masks.tree import TREE
 from tilegen.masks.values import Pair, Pattern, Values, check_number
 
 
@@ -215,5 +216,5 @@ their pairs. `AttentionProblem.normal` rewrites problems so."""
 
 def is_surely_solved(mask: Mask) -> bool:
     """Return whether a mask surely has a closed form, without solving it."""
-    alone = mask.form in (UNLISTED, KV_PREFIX) or mask.form.name == "tree"
+    alone = mask.form in (UNLISTED, KV_PREFIX, TREE)
     return alone or all(part.form.is_solved for part in mask.conjuncts)
