@@ -112,7 +112,7 @@ def test_levels_agree_with_the_terms_of_time(text: str, name: str) -> None:
 
 
 def test_bounds_of_levels_are_those_of_their_fast_memory() -> None:
-    """Of a problem that is long enough for a bound that depends on the memory."""
+    """The problem is so long that its lower bound depends on the size of memory."""
     spec = cpu("zen3")
     facts = kernels("hq1 hkv1 q32768 d128 fp32 full", "zen3")[0]
     assert facts.bound.applies == "LB1"

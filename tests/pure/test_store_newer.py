@@ -1,4 +1,4 @@
-"""What a newer tilegen, or one with another SymPy, has written: skipped, never harmed."""
+"""Records of a newer tilegen are skipped, and never changed."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from tilegen.choose import on_cpu
 from tilegen.choose.families import family, ranked_families
@@ -25,9 +25,10 @@ from tilegen.gpus.spec import GpuSpec, with_fast_memory
 from tilegen.kernels.config import Family, TileConfig
 from tilegen.kernels.spec import Direction
 from tilegen.masks.mask import causal, full
-from tilegen.model.estimate import CostEstimate
+from tilegen.model.estimate import Candidate, CostEstimate
 from tilegen.problem import AttentionProblem
 from tilegen.task import KernelTask
+from tilegen.units import ratio_text, seconds_text
 
 OTHER_FAST_MEMORY = tuple(kib * 1024 for kib in (48, 64, 99, 163, 227))
 """Shared memory per program on GPUs from the GTX 1060 to the H200 [bytes]."""
@@ -166,3 +167,33 @@ def _family(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> Fa
     except Unsupported as error:
         return {"family": None, "seconds": None, "reason": str(error)}
     return {"family": chosen, "seconds": seconds, "reason": None}
+
+
+def compared(chosen: Candidate, other: Candidate, own: Iterable[str]) -> dict[str, Any]:
+    """Return the fields of a `NextPick` that compare another candidate with the chosen candidate.
+
+    `own` are differences that only GPUs, or only processors, have.
+    """
+    mine, theirs = chosen.estimate, other.estimate
+    terms = dict(mine.terms)
+    grown = {name: seconds - terms[name] for name, seconds in theirs.terms}
+    slower = theirs.seconds >= mine.seconds
+    term = (max if slower else min)(grown, key=lambda name: grown[name])
+    moved, others = (cost.read_bytes + cost.write_bytes for cost in (mine, theirs))
+    traffic = others / moved if moved else None
+    times = "traffic where this has none"
+    if traffic is not None:
+        times = f"{ratio_text(traffic)} times the traffic"
+    differences = ["the same traffic" if moved == others else times, *own]
+    if abs(grown[term]) >= 0.001 * mine.seconds:
+        differences.append(f"{term} {'+' * (grown[term] > 0)}{seconds_text(grown[term])}")
+    if theirs.limit != mine.limit:
+        differences.append(f"limited by {theirs.limit}")
+    return {
+        **pick(other.config, theirs, other.reason),
+        "slowdown": theirs.seconds / mine.seconds,
+        "traffic_ratio": traffic,
+        "term": term,
+        "term_seconds": grown[term],
+        "differs": ", ".join(differences),
+    }

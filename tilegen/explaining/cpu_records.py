@@ -6,16 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tilegen.explaining.records import (
-    KernelBound,
-    MaskEffect,
-    Measured,
+    NextPick,
     Pick,
-    TrafficFacts,
-    UnderMask,
+    TileExplanation,
 )
-from tilegen.kernels.config import Family, Kernel, TileConfig
+from tilegen.kernels.config import Family, Kernel
 from tilegen.kernels.spec import Direction
-from tilegen.model.visits import Visits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,18 +60,12 @@ class OnProcessor(Pick):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CpuNextBest(Pick):
-    """Another tile that was ranked, beside the tile explained."""
+class CpuNextBest(NextPick):
+    """Another tile that was ranked for one thread."""
 
-    slowdown: float
-    """Predicted time on one thread over the time of the tile explained."""
     cost_ratio: float
-    """The same with idle threads counted, by which tiles are ranked."""
-    traffic_ratio: float | None
+    """`slowdown` with idle threads counted, by which tiles are ranked."""
     programs: int
-    term: str
-    term_seconds: float
-    differs: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,36 +80,17 @@ class CpuPassExplanation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CpuExplanation:
+class CpuExplanation(TileExplanation):
     """Why a kernel has its tile, on a processor."""
 
-    problem: str
-    gpu: str
-    """Name of the processor, under the key that all records have."""
     title: str
-    kernel: Kernel
-    config: TileConfig
-    tile: str
-    choice: str
-    model_config: str
-    """The tile of a call without a record, with which alternatives are compared."""
-    reason: str
-    splits: str
-    mask: MaskEffect
-    tiles: Visits
-    traffic: TrafficFacts
     levels: tuple[LevelFacts, ...]
-    bound: KernelBound
     time: CpuTimeFacts
-    waits_for: str
     ranked_for: str
     """The problem that tiles are ranked for: lengths are powers of two."""
     tried: int
     """Number of tiles that were ranked; 1 where rules leave no choice."""
     next_best: tuple[CpuNextBest, ...]
-    measured: Measured | None = None
-    rewriting: str = ""
     pass_: CpuPassExplanation | None = None
     other_processors: tuple[OnProcessor, ...] | None = None
     """None until `with_alternatives` adds them."""
-    other_masks: tuple[UnderMask, ...] | None = None

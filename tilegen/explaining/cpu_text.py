@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from tilegen.explaining.cpu_records import CpuExplanation, CpuPassExplanation
-from tilegen.explaining.gpu_text import (
+from tilegen.explaining.shared_text import (
     bound_lines,
     measured_lines,
+    next_line,
     pick_line,
+    tile_lines,
     traffic_lines,
-    visited,
+    visited_lines,
 )
-from tilegen.explaining.mask_effect import mask_lines
 from tilegen.model.cpu_time import TERMS
 from tilegen.units import bytes_text, percent_text, rate_text, ratio_text, seconds_text
 
@@ -24,20 +25,6 @@ def pass_lines(way: CpuPassExplanation) -> list[str]:
     """Format the explanation of a pass."""
     lines = [f"  family     {way.family}, by rules: {', '.join(way.kernels)}"]
     return [*lines, *(f"             {name} left out: {x}" for name, x in way.left_out.items())]
-
-
-def _tile(facts: CpuExplanation) -> Iterator[str]:
-    yield f"  tile       {facts.config!r}"
-    if facts.choice:
-        yield f"  choice     {facts.choice}"
-    yield f"  because    {facts.reason}"
-    if facts.splits:
-        yield f"  splits     {facts.splits}"
-
-
-def _mask(facts: CpuExplanation) -> Iterator[str]:
-    yield from mask_lines(facts.mask)
-    yield visited(facts.tiles)
 
 
 def _traffic(facts: CpuExplanation) -> Iterator[str]:
@@ -76,9 +63,7 @@ def _next(facts: CpuExplanation) -> Iterator[str]:
         yield "  none: rules leave this tile alone"
         return
     yield f"  {facts.tried} tiles, ranked by time and idle threads for '{facts.ranked_for}'"
-    for other in facts.next_best:
-        slowdown = ratio_text(other.slowdown)
-        yield f"  {pick_line(other)}, {slowdown} times: {other.differs}"
+    yield from map(next_line, facts.next_best)
 
 
 def _bound(facts: CpuExplanation) -> Iterator[str]:
@@ -95,12 +80,12 @@ def _others(facts: CpuExplanation) -> Iterator[str]:
 def _measured(facts: CpuExplanation) -> Iterator[str]:
     if facts.measured is None and facts.tried == 1:
         return iter(["  no record; rules leave this tile alone, so tuning would change nothing"])
-    return measured_lines(facts.measured, facts.problem, facts.gpu, facts.choice)
+    return measured_lines(facts)
 
 
 SECTIONS: Mapping[str, Callable[[CpuExplanation], Iterator[str]]] = {
-    "tile": _tile,
-    "mask": _mask,
+    "tile": tile_lines,
+    "mask": visited_lines,
     "traffic": _traffic,
     "bound": _bound,
     "time": _time,

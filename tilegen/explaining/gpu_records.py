@@ -8,16 +8,12 @@ from dataclasses import dataclass
 from tilegen.explaining.records import (
     BoundFacts,
     Formula,
-    KernelBound,
-    MaskEffect,
-    Measured,
+    NextPick,
     Pick,
-    TrafficFacts,
-    UnderMask,
+    TileExplanation,
 )
 from tilegen.kernels.config import Family, Kernel, TileConfig
 from tilegen.kernels.spec import Direction
-from tilegen.model.visits import Visits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,20 +43,12 @@ class DramFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NextBest(Pick):
-    """Another config beside the config explained."""
+class NextBest(NextPick):
+    """Another config on a GPU."""
 
-    slowdown: float
-    """Predicted time over the predicted time of the config explained."""
-    traffic_ratio: float | None
     steps: int
     programs_per_sm: int
     waves: float
-    term: str
-    """The term by which the config loses most, or where it is faster, wins most."""
-    term_seconds: float
-    differs: str
-    """All differences, in words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +83,7 @@ class FamilyUnderMask(FamilyPick):
 
 @dataclass(frozen=True, kw_only=True)
 class FootprintFacts:
-    """What a program takes of an SM."""
+    """Resources of an SM that a program uses."""
 
     smem_bytes: int
     registers: int
@@ -206,38 +194,16 @@ class PassExplanation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KernelExplanation:
+class KernelExplanation(TileExplanation):
     """Why a kernel has its tile, on a GPU."""
 
-    problem: str
-    gpu: str
     fast_memory: int
-    kernel: Kernel
-    config: TileConfig
-    tile: str
-    """The tile in words."""
-    choice: str
-    """Where the config comes from; empty for a config that was asked for."""
-    model_config: str
-    """The model's first config, with which alternatives are compared."""
-    reason: str
-    splits: str
-    """How streamed rows are split over programs; empty for kernels without splits."""
     loads: str
     """How streamed tiles are loaded; empty for kernels that never use descriptors."""
-    mask: MaskEffect
-    tiles: Visits
-    traffic: TrafficFacts
     dram: DramFacts
-    bound: KernelBound
     footprint: FootprintFacts
     time: TimeFacts
-    waits_for: str
-    """The limit in words."""
     next_best: tuple[NextBest, ...]
-    measured: Measured | None = None
-    rewriting: str = ""
     pass_: PassExplanation | None = None
     other_fast_memory: tuple[OnMemory, ...] | None = None
     """None until `with_alternatives` adds them."""
-    other_masks: tuple[UnderMask, ...] | None = None

@@ -6,7 +6,7 @@ from tilegen.choose import on_cpu
 from tilegen.choose.choice import Choice
 from tilegen.choose.ranker import joining
 from tilegen.cpus.spec import CpuSpec
-from tilegen.explaining.alternatives import pick
+from tilegen.explaining.alternatives import compared
 from tilegen.explaining.common import (
     BY_MODEL,
     bound_facts,
@@ -32,7 +32,6 @@ from tilegen.model.launches import launches
 from tilegen.model.visits import visits
 from tilegen.problem import AttentionProblem
 from tilegen.task import KernelTask, Tiled
-from tilegen.units import ratio_text, seconds_text
 
 SHOWN = 3
 """Number of other tiles in an explanation."""
@@ -149,28 +148,13 @@ def _time(tiled: Tiled, cost: CostEstimate) -> CpuTimeFacts:
 def _next_best(chosen: Candidate, other: Candidate) -> CpuNextBest:
     """Compare another tile with the tile explained."""
     mine, theirs = chosen.estimate, other.estimate
-    own = dict(mine.terms)
-    grown = {name: seconds - own[name] for name, seconds in theirs.terms}
-    slower = theirs.seconds >= mine.seconds
-    term = (max if slower else min)(grown, key=lambda name: grown[name])
-    moved, others = (cost.read_bytes + cost.write_bytes for cost in (mine, theirs))
-    times = f"{ratio_text(others / moved)} times the traffic" if moved else ""
-    differences = ["the same traffic" if moved == others else times]
+    own: list[str] = []
     if theirs.waves != mine.waves:
-        differences.append(f"{theirs.waves:.0f} programs, not {mine.waves:.0f}")
-    if abs(grown[term]) >= 0.001 * mine.seconds:
-        differences.append(f"{term} {'+' * (grown[term] > 0)}{seconds_text(grown[term])}")
-    if theirs.limit != mine.limit:
-        differences.append(f"limited by {theirs.limit}")
+        own.append(f"{theirs.waves:.0f} programs, not {mine.waves:.0f}")
     return CpuNextBest(
-        **pick(other.config, theirs, other.reason),
-        slowdown=theirs.seconds / mine.seconds,
+        **compared(chosen, other, own),
         cost_ratio=theirs.cost / mine.cost,
-        traffic_ratio=others / moved if moved else None,
         programs=int(theirs.waves),
-        term=term,
-        term_seconds=grown[term],
-        differs=", ".join(differences),
     )
 
 

@@ -10,7 +10,7 @@ from tilegen.choose.ranker import candidate_of, estimate, joining, propose
 from tilegen.choose.reason import limit_in_words
 from tilegen.emit.identity import rows_are_aligned
 from tilegen.errors import Unsupported
-from tilegen.explaining.alternatives import pick
+from tilegen.explaining.alternatives import compared
 from tilegen.explaining.common import bound_facts, choice_line, splits_in_words, traffic_facts
 from tilegen.explaining.formulas import (
     dram_bytes,
@@ -41,7 +41,7 @@ from tilegen.model.on_chip import TENSOR_MEMORY_COLUMNS, residents
 from tilegen.model.traffic import Traffic
 from tilegen.model.visits import visits
 from tilegen.task import KernelTask, Tiled
-from tilegen.units import ratio_text, seconds_text
+from tilegen.units import ratio_text
 
 
 def explain(
@@ -197,43 +197,22 @@ def _time(tiled: Tiled, cost: CostEstimate) -> TimeFacts:
 
 def _next_best(task: KernelTask, chosen: Candidate, other: Candidate) -> NextBest:
     """Compare a candidate with the chosen candidate."""
-    mine, theirs = chosen.estimate, other.estimate
-    own = dict(mine.terms)
-    grown = {name: seconds - own[name] for name, seconds in theirs.terms}
-    slower = theirs.seconds >= mine.seconds
-    term = (max if slower else min)(grown, key=lambda name: grown[name])
-    moved, others = (cost.read_bytes + cost.write_bytes for cost in (mine, theirs))
-    traffic = others / moved if moved else None
     both = task.tiled(chosen.config), task.tiled(other.config)
     together = _residents(both[0]), _residents(both[1])
     steps = round(visits(both[0]).tiles), round(visits(both[1]).tiles)
-    times = "traffic where this has none"
-    if traffic is not None:
-        times = f"{ratio_text(traffic)} times the traffic"
-    differences = ["the same traffic" if moved == others else times]
+    own: list[str] = []
     if steps[0] != steps[1]:
-        differences.append(f"{steps[1]} steps a head, not {steps[0]}")
+        own.append(f"{steps[1]} steps a head, not {steps[0]}")
     if together[0] != together[1]:
-        differences.append(
-            f"{together[1]} program{'s' * (together[1] > 1)} per SM, not {together[0]}"
-        )
-    waves = [f"{cost.waves:.1f}" for cost in (theirs, mine)]
+        own.append(f"{together[1]} program{'s' * (together[1] > 1)} per SM, not {together[0]}")
+    waves = [f"{candidate.estimate.waves:.1f}" for candidate in (other, chosen)]
     if waves[0] != waves[1]:
-        differences.append(f"{waves[0]} waves, not {waves[1]}")
-    if abs(grown[term]) >= 0.001 * mine.seconds:
-        differences.append(f"{term} {'+' * (grown[term] > 0)}{seconds_text(grown[term])}")
-    if theirs.limit != mine.limit:
-        differences.append(f"limited by {theirs.limit}")
+        own.append(f"{waves[0]} waves, not {waves[1]}")
     return NextBest(
-        **pick(other.config, theirs, other.reason),
-        slowdown=theirs.seconds / mine.seconds,
-        traffic_ratio=traffic,
+        **compared(chosen, other, own),
         steps=steps[1],
         programs_per_sm=together[1],
-        waves=theirs.waves,
-        term=term,
-        term_seconds=grown[term],
-        differs=", ".join(differences),
+        waves=other.estimate.waves,
     )
 
 

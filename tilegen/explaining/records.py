@@ -11,6 +11,9 @@ from dataclasses import dataclass, fields, is_dataclass
 from fractions import Fraction
 from typing import Any
 
+from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.model.visits import Visits
+
 
 def plain(value: Any) -> Any:
     """Return a record as dictionaries, lists and numbers, which JSON can hold. The field `pass_`
@@ -139,6 +142,20 @@ class Pick:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NextPick(Pick):
+    """Another config beside the config explained."""
+
+    slowdown: float
+    """Predicted time over the predicted time of the config explained."""
+    traffic_ratio: float | None
+    term: str
+    """The term by which the config loses most, or where it is faster, wins most."""
+    term_seconds: float
+    differs: str
+    """All differences, in words."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class UnderMask(Pick):
     """The model's config for another mask."""
 
@@ -171,3 +188,33 @@ class MaskEffect:
     """Scores computed for each kept score."""
     dense_choice: DenseChoice | None
     """None if the config that is best without a mask is the config explained."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TileExplanation:
+    """Why a kernel has its tile: what GPUs and processors have in common."""
+
+    problem: str
+    gpu: str
+    """Name of the GPU, or of the processor."""
+    kernel: Kernel
+    config: TileConfig
+    tile: str
+    """The tile in words."""
+    choice: str
+    """Where the config comes from; empty for a config that was asked for."""
+    model_config: str
+    """The model's first config, with which alternatives are compared."""
+    reason: str
+    splits: str
+    """How streamed rows are split over programs; empty for kernels without splits."""
+    mask: MaskEffect
+    tiles: Visits
+    traffic: TrafficFacts
+    bound: KernelBound
+    waits_for: str
+    """The limit in words."""
+    measured: Measured | None = None
+    rewriting: str = ""
+    other_masks: tuple[UnderMask, ...] | None = None
+    """None until `with_alternatives` adds them."""
