@@ -61,10 +61,19 @@ def config_by_rule(problem: AttentionProblem, kernel: Kernel) -> TileConfig:
         longest = spec.knobs.split_kv[-1]
         split = min(max(LEAST_SPLIT, problem.seqlen_kv // shares), longest)
     queries = _queries(problem)
-    if 1 < queries * heads <= THIN_ROWS and not (problem.invariant or problem.page):
-        keys = THIN_BYTES // (problem.head_dim_qk * problem.element_bytes)
-        config = replace(config, block_n=min(max(16, keys), config.block_n))
+    if queries * heads <= THIN_ROWS and not problem.invariant:
+        config = replace(config, block_n=_thin_keys(problem, queries * heads, config.block_n))
     return replace(config, block_m=queries, heads=heads, split_kv=split)
+
+
+def _thin_keys(problem: AttentionProblem, rows: int, usual: int) -> int:
+    """Return the keys of a tile with few rows."""
+    keys = usual
+    if rows > 1:
+        keys = min(usual, THIN_BYTES // (problem.head_dim_qk * problem.element_bytes))
+    if problem.page:  # a tile within a page needs a single look-up
+        keys = min(keys, problem.page)
+    return max(keys, BLOCK_SIZES[0])
 
 
 def _queries(problem: AttentionProblem) -> int:

@@ -2,32 +2,28 @@
 
 Packing the right operand would take longer than the product itself, so it is read where it lies, a
 vector for all rows at once, in the order of memory. Such a product waits for memory: it also
-fetches what comes next into the first-level cache.
+fetches what comes next (`thin_rows`).
 
 There are two forms. Of a transposed right operand, as in `q @ trans(k)`, vectors along the rows are
 multiplied and their lanes summed by a tree, for as many results as there are lanes. Rows of any
 other, as in `p @ v`, are multiplied by a weight each.
+
+Loops over rows are not unrolled. Processors predict the next address of each load instruction from
+its last ones, and a row that has its own load instruction is read once a tile: on a Zen 5, loops
+of eight or sixteen unrolled rows took 10 % longer.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tilegen.cpu.conversions import from_memory, to_memory
-from tilegen.cpu.ir import BYTES, MEMORY, Code, Index, Lane, typed
+from tilegen.cpu.conversions import to_memory
+from tilegen.cpu.ir import Code, Index, Lane, typed
 from tilegen.cpu.pairs import added
-from tilegen.cpu.tiles import Address, Buffer, Load, Node
+from tilegen.cpu.thin_rows import Rows
+from tilegen.cpu.tiles import Buffer, Load, Node
 
 MOST_ROWS = 8
-AHEAD = 8 << 10
-"""Least distance between what is read and what is fetched [bytes]: what arrives in the latency of
-memory, and a fraction of the first-level cache. With more rows reading is less even."""
-AHEAD_OF_ROW = 2 << 10
-"""The same for each row of a product [bytes]."""
-INTO_L1, INTO_L2 = 3, 2
-"""LLVM's names of the caches to fetch into. Rows that were looked up are fetched into L2: rows of a
-head in pages often lie 2 KiB or 4 KiB apart, and would replace each other in few sets of L1."""
-_LINE = 64
 _UNROLL = 8
 
 
@@ -67,7 +63,7 @@ class ThinProduct:
         self.swapped = swapped
         self.pairs = pairs
         self.into = into
-        self.rows, self.columns = into.shape
+        self.height, self.columns = into.shape
         self.lanes = code.target.lanes
         self.lane = (1, self.lanes)
         self.vector = typed("float", self.lane)
@@ -76,63 +72,50 @@ class ThinProduct:
         """Write the product plus what `into` holds: nothing, or as it is, or times the factor of
         each row that `scale` points to."""
         self.init, self.scale = init, scale
-        self.fetches = self.right.streams or self.right.next is not None
-        self.table, self.table_ahead = self._tables()
-        if not self.fetches:
-            self._fetch_tile()
+        self.rows = Rows(self.code, self.right, self.height)
         if self.swapped:
             self._by_lanes()
         else:
             self._by_weights()
-
-    # ---- where rows lie
-
-    def _tables(self) -> tuple[str | None, str | None]:
-        """Write tables of the addresses of rows that were looked up, and return their addresses:
-        of this tile, and of the tile to fetch from."""
-        if self.right.streams:
-            return None, None
-        ahead = None if self.right.next is None else row_table(self.code, self.right.next)
-        # A masked row may lie outside of its tensor.
-        is_masked = self.right.mask is not None
-        return None if is_masked else row_table(self.code, self.right.address), ahead
-
-    def _elements(self, row: Index, column: Index, lane: tuple[int, int]) -> str:
-        """Return elements of a row of the right operand."""
-        code, elem = self.code, self.right.elem
-        if self.table is None:
-            return self.right.at(code, (row, column), lane)
-        place = code.gep(MEMORY[elem], _row_of(code, self.table, row), column)
-        value = code.emit(f"load {typed(MEMORY[elem], lane)}, ptr {place}, align {BYTES[elem]}")
-        return from_memory(code, value, elem, lane)
 
     # ---- the right operand is transposed: its rows are columns of the result
 
     def _by_lanes(self) -> None:
         code, lanes = self.code, self.lanes
         depth = self.right.shape[1]
-        words = depth // 2 if self.pairs else depth
+        per_word = 2 if self.pairs else 1
+        words, elements = depth // per_word, lanes * per_word
         unroll = next(n for n in (_UNROLL, 4, 2, 1) if words % (n * lanes) == 0)
-        tall = min(self.rows, lanes)
+        tall = min(self.height, lanes)
         width = lanes // tall
         # Two rows of memory at a time share the loads of the left operand.
         once = 1 if tall == 1 else min(2, width)
         with code.own_memo(), code.loop(0, self.columns, width) as column:
-            for first in range(0, self.rows, tall):
-                sums = self._zeros(lanes)
-                for i in range(0, width, once):
+            for first in range(0, self.height, tall):
+                sums = code.slot(self.vector, lanes)
+                with code.loop(0, width, once) as i:
+                    parts = self._zeros(tall * once)
+                    rows = [code.plus(code.plus(column, i), j) for j in range(once)]
                     with code.loop(0, words, unroll * lanes) as start:
+                        if self.rows.fetches and first == 0:
+                            for row in rows:
+                                self.rows.fetch(row, code.times(start, per_word), unroll * elements)
                         for u in range(unroll):
                             word = code.plus(start, u * lanes)
-                            rights = [
-                                self._words(code.plus(column, i + j), word, first == 0)
-                                for j in range(once)
-                            ]
+                            rights = [self._words(row, word) for row in rows]
                             for r in range(tall):
                                 left = self._left_words(first + r, word)
                                 for j, right in enumerate(rights):
-                                    self._add(sums[r * width + i + j], left, right)
-                totals = [code.emit(f"load {self.vector}, ptr {slot}") for slot in sums]
+                                    self._add(parts[r * once + j], left, right)
+                    for r in range(tall):
+                        for j in range(once):
+                            place = code.gep(self.vector, sums, code.plus(i, r * width + j))
+                            part = code.emit(f"load {self.vector}, ptr {parts[r * once + j]}")
+                            code.do(f"store {self.vector} {part}, ptr {place}")
+                totals = [
+                    code.emit(f"load {self.vector}, ptr {code.gep(self.vector, sums, at)}")
+                    for at in range(lanes)
+                ]
                 self._put_lanes(summed_lanes(code, totals), first, tall, column, width)
 
     def _left_words(self, row: int, word: Index) -> str:
@@ -140,16 +123,14 @@ class ThinProduct:
         at = self.code.gep("float", self.left.pointer, offset)
         return self.code.emit(f"load {self.vector}, ptr {at}, align 4")
 
-    def _words(self, row: Index, word: Index, fetches: bool) -> str:
+    def _words(self, row: Index, word: Index) -> str:
         """Return words along a row of the right operand."""
         code = self.code
         column = code.times(word, 2) if self.pairs else word
-        if fetches and self.fetches:
-            self._fetch(row, column, self.lanes * (2 if self.pairs else 1))
         if not self.pairs:
-            return self._elements(row, column, self.lane)
+            return self.rows.elements(row, column, self.lane)
         wide = 1, 2 * self.lanes
-        halves = to_memory(code, self._elements(row, column, wide), "bf16", wide)
+        halves = to_memory(code, self.rows.elements(row, column, wide), "bf16", wide)
         return code.emit(f"bitcast {typed('i16', wide)} {halves} to {self.vector}")
 
     def _put_lanes(self, total: str, first: int, tall: int, column: Index, width: int) -> None:
@@ -170,23 +151,20 @@ class ThinProduct:
         step = 2 if self.pairs else 1
         depth = self.right.shape[0]
         vectors = self._vectors()
-        unroll = next(n for n in (4, 2, 1) if depth % (n * step) == 0)
         # The tile is read in passes over blocks of columns, and fetched in the order of memory.
-        turns = depth // (unroll * step)
+        turns = depth // step
         passes = self.columns // (vectors * lanes)
         with code.own_memo(), code.loop(0, passes) as block:
             column = code.times(block, vectors * lanes)
-            sums = [self._zeros(vectors) for _ in range(self.rows)]
+            sums = [self._zeros(vectors) for _ in range(self.height)]
             with code.loop(0, turns) as turn:
-                if self.fetches:
-                    self._fetch_part(code.plus(code.times(block, turns), turn), passes * turns)
-                for u in range(unroll):
-                    place = code.plus(code.times(turn, unroll), u)
-                    rights = self._rights(code.times(place, step), column, vectors)
-                    for r, slots in enumerate(sums):
-                        weight = self._weight(r, place)
-                        for slot, right in zip(slots, rights, strict=True):
-                            self._add(slot, weight, right)
+                if self.rows.fetches:
+                    self.rows.fetch_part(code.plus(code.times(block, turns), turn), passes * turns)
+                rights = self._rights(code.times(turn, step), column, vectors)
+                for r, slots in enumerate(sums):
+                    weight = self._weight(r, turn)
+                    for slot, right in zip(slots, rights, strict=True):
+                        self._add(slot, weight, right)
             for r, slots in enumerate(sums):
                 values = [code.emit(f"load {self.vector}, ptr {slot}") for slot in slots]
                 for v, value in enumerate(self._in_order(values)):
@@ -195,7 +173,7 @@ class ThinProduct:
     def _vectors(self) -> int:
         """Return the vectors of columns whose sums, for all rows, stay in registers."""
         target = self.code.target
-        most = max(target.rows * target.vectors // self.rows, 2 if self.pairs else 1)
+        most = max(target.rows * target.vectors // self.height, 2 if self.pairs else 1)
         count = 1
         while 2 * count <= most and self.columns % (2 * count * self.lanes) == 0:
             count *= 2
@@ -207,12 +185,14 @@ class ThinProduct:
         code, lanes = self.code, self.lanes
         if not self.pairs:
             columns = [code.plus(column, v * lanes) for v in range(vectors)]
-            return [self._elements(row, column, self.lane) for column in columns]
+            return [self.rows.elements(row, column, self.lane) for column in columns]
         wide = 1, 2 * lanes
         words: list[str] = []
         for first in range(0, vectors * lanes, 2 * lanes):
             places = ((code.plus(row, i), code.plus(column, first)) for i in (0, 1))
-            x, y = (to_memory(code, self._elements(*place, wide), "bf16", wide) for place in places)
+            x, y = (
+                to_memory(code, self.rows.elements(*place, wide), "bf16", wide) for place in places
+            )
             for half in (0, 4):  # of every 128 bits, in which instructions interleave
                 order = [
                     source + block + half + i
@@ -269,72 +249,6 @@ class ThinProduct:
                 start = code.emit(f"fmul {vector} {start}, {code.splat('float', factor, lane)}")
             value = code.emit(f"fadd {vector} {start}, {value}")
         code.do(f"store {vector} {value}, ptr {place}, align 4")
-
-    # ---- fetching
-
-    def _fetch(self, row: Index, column: Index, count: int) -> None:
-        """Fetch some elements of the row that lies AHEAD, or of the same row of the next tile."""
-        size, address = BYTES[self.right.elem], self.right.next or self.right.address
-        if self.right.next is None:
-            ahead = max(AHEAD, AHEAD_OF_ROW * self.rows)
-            row = self.code.plus(row, max(ahead // (self.right.shape[1] * size), 1))
-        for i in range(0, count, _LINE // size):
-            self._prefetch(address, row, self.code.plus(column, i))
-
-    def _fetch_part(self, part: Index, parts: int) -> None:
-        """Fetch a part of the lines of a tile further on, in the order of memory."""
-        code, size = self.code, BYTES[self.right.elem]
-        depth, columns = self.right.shape
-        per_row = max(columns * size // _LINE, 1)
-        if depth * per_row % parts:
-            return
-        lines = depth * per_row // parts
-        for i in range(lines):
-            if lines % per_row == 0:  # whole rows
-                row: Index = code.plus(code.times(part, lines // per_row), i // per_row)
-                place: Index = i % per_row
-            else:
-                line = code.plus(code.times(part, lines), i)
-                row, place = (code.emit(f"{op} i64 {line}, {per_row}") for op in ("udiv", "urem"))
-            self._fetch(row, code.times(place, _LINE // size), 1)
-
-    def _fetch_tile(self) -> None:
-        """Fetch the whole tile: where the next one lies is not known."""
-        rows, columns = self.right.shape
-        with self.code.own_memo(), self.code.loop(0, rows) as row:
-            for column in range(0, columns, _LINE // BYTES[self.right.elem]):
-                self._prefetch(self.right.address, row, column)
-
-    def _prefetch(self, address: Address, row: Index, column: Index) -> None:
-        code, cache = self.code, INTO_L1
-        code.module.declare("declare void @llvm.prefetch.p0(ptr, i32, i32, i32)")
-        if address is self.right.next and self.table_ahead is not None:
-            first = _row_of(code, self.table_ahead, row)
-            place, cache = code.gep(MEMORY[self.right.elem], first, column), INTO_L2
-        else:
-            place = address.place(code, (row, column), None)
-        # To read data. Memory need not exist there.
-        code.do(f"call void @llvm.prefetch.p0(ptr {place}, i32 0, i32 {cache}, i32 1)")
-
-
-def row_table(code: Code, address: Address) -> str:
-    """Write the addresses of a tile's rows to a table, and return its address.
-
-    Where rows are looked up, an address takes a dozen instructions. They are computed once for each
-    tile, a vector at a time, in place of once for each vector that is read or fetched.
-    """
-    rows = address.shape[0]
-    width = min(max(code.target.lanes // 2, 1), rows)
-    table = code.slot("ptr", rows)
-    with code.own_memo(), code.loop(0, rows, width) as row:
-        places = address.place(code, (row, 0), (0, width))
-        code.do(f"store <{width} x ptr> {places}, ptr {code.gep('ptr', table, row)}, align 8")
-    return table
-
-
-def _row_of(code: Code, table: str, row: Index) -> str:
-    """Return the address of a row by a table."""
-    return code.emit(f"load ptr, ptr {code.gep('ptr', table, row)}, align 8")
 
 
 def summed_lanes(code: Code, vectors: list[str]) -> str:
