@@ -96,6 +96,14 @@ def test_every_processor_has_a_choice(device: str) -> None:
             assert chosen_config(kernel_task) in space(kernel_task)
 
 
+@pytest.mark.parametrize("dim", [16, 24, 72, 80, 96, 112, 160, 192, 320])
+def test_decoding_has_a_legal_tile_for_every_head_dim(dim: int) -> None:
+    for heads, queries in ((8, 1), (2, 3)):
+        for dtype in ("fp32", "bf16"):
+            text = f"b1 hq{heads} hkv2 q{queries} kv2048 d{dim} {dtype} full"
+            check_config(chosen_config(task(text, "fwd_split")), "fwd_split")
+
+
 def test_few_programs_leave_threads_idle() -> None:
     assert [idle_factor(programs) for programs in (1, 2, 8, 16)] == pytest.approx(
         [5 / 1.9375, 3 / 1.9375, 2 / 1.9375, 1]

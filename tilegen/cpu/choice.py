@@ -68,12 +68,12 @@ def config_by_rule(problem: AttentionProblem, kernel: Kernel) -> TileConfig:
 
 def _thin_keys(problem: AttentionProblem, rows: int, usual: int) -> int:
     """Return the keys of a tile with few rows."""
-    keys = usual
+    most = usual
     if rows > 1:
-        keys = min(usual, THIN_BYTES // (problem.head_dim_qk * problem.element_bytes))
+        most = min(most, THIN_BYTES // (problem.head_dim_qk * problem.element_bytes))
     if problem.page:  # a tile within a page needs a single look-up
-        keys = min(keys, problem.page)
-    return max(keys, BLOCK_SIZES[0])
+        most = min(most, problem.page)
+    return max(size for size in BLOCK_SIZES if size <= max(most, BLOCK_SIZES[0]))
 
 
 def _queries(problem: AttentionProblem) -> int:
