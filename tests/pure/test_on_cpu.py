@@ -11,7 +11,15 @@ import torch
 
 from benchmarks.recordings import Recording, read
 from tilegen import pipeline
-from tilegen.choose.on_cpu import candidates, chosen_config, may_tune, ranked, space, tuned_space
+from tilegen.choose.on_cpu import (
+    candidates,
+    chosen_config,
+    family_on_cpu,
+    may_tune,
+    ranked,
+    space,
+    tuned_space,
+)
 from tilegen.cpus.spec import catalogue, cpu
 from tilegen.kernels.config import TileConfig
 from tilegen.kernels.registry import check_config
@@ -102,6 +110,24 @@ def test_decoding_has_a_legal_tile_for_every_head_dim(dim: int) -> None:
         for dtype in ("fp32", "bf16"):
             text = f"b1 hq{heads} hkv2 q{queries} kv2048 d{dim} {dtype} full"
             check_config(chosen_config(task(text, "fwd_split")), "fwd_split")
+
+
+@pytest.mark.parametrize(
+    "text, family",
+    [
+        ("hq32 hkv8 q16 kv4096 d128 bf16 full", "split_kv"),
+        ("hq32 hkv8 q32 kv4096 d64 fp32 full", "split_kv"),
+        ("hq32 hkv8 q64 kv4096 d64 fp32 full", "q_stationary"),
+        ("hq8 hkv8 q16 kv4096 d128 bf16 full", "q_stationary"),  # no group
+        ("hq32 hkv8 q16 kv512 d128 bf16 full", "q_stationary"),  # few keys
+        ("hq32 hkv8 q16 kv4096 d128 bf16 causal", "q_stationary"),  # a query sees at most 16 keys
+    ],
+)
+def test_heads_of_a_group_share_keys_if_queries_are_few_and_keys_many(
+    text: str, family: str
+) -> None:
+    problem = AttentionProblem.parse(text)
+    assert family_on_cpu(problem, "forward").name == family
 
 
 def test_few_programs_leave_threads_idle() -> None:

@@ -16,6 +16,7 @@ from tilegen.kernels.spec import Direction, FamilySpec
 from tilegen.kernels.split_kv import PAGED, SPLIT_KV
 from tilegen.kernels.two_pass import TWO_PASS
 from tilegen.masks.grouping import packed_heads
+from tilegen.model.mask_size import mask_size
 from tilegen.problem import AttentionProblem
 
 BUSY = 8
@@ -27,6 +28,10 @@ INVARIANT_SPLIT = 1024
 THIN_ROWS, THIN_BYTES = 8, 8 << 10
 """Rows of tiles whose products read keys where they lie, and the bytes of keys in such a tile. More
 keys took up to 35 % longer on a Zen 5 (benchmarks/results/zen5/exhaustive/fwd_split)."""
+SHARING_QUERIES, KEYS_PER_QUERY = 32, 64
+"""Most queries of a head whose keys are packed once for all heads of a group, and the least keys
+that a query sees then, over the queries. On a Zen 5 groups of two to eight on 4096 keys and more
+took 0.51 to 0.98 times as long for 16 queries, and 0.77 to 1.04 times for 32."""
 FEW_ROWS, MOST_ROWS = BLOCK_SIZES[0], 64
 """Rows of the smallest tile of a single head, and of the largest tile with several heads. A head
 with fewer rows shares a tile with the other heads of its group."""
@@ -46,7 +51,16 @@ def family_by_rule(problem: AttentionProblem, direction: Direction) -> FamilySpe
     has_many_keys = problem.seqlen_kv >= LEAST_SPLIT
     is_thin = problem.seqlen_q < FEW_ROWS and (packed_heads(problem) > 1 or has_many_keys)
     may_split = problem.seqlen_kv >= 2 * LEAST_SPLIT and _programs(problem) < BUSY
-    return SPLIT_KV if is_thin or may_split else Q_STATIONARY
+    return SPLIT_KV if is_thin or may_split or _shares_keys(problem) else Q_STATIONARY
+
+
+def _shares_keys(problem: AttentionProblem) -> bool:
+    """Check whether the heads of a group should share tiles, so that keys are packed once."""
+    queries = problem.seqlen_q
+    if packed_heads(problem) == 1 or queries > SHARING_QUERIES:
+        return False
+    seen = mask_size(problem.mask, queries, problem.seqlen_kv).entries / queries
+    return seen >= KEYS_PER_QUERY * queries
 
 
 def config_by_rule(problem: AttentionProblem, kernel: Kernel) -> TileConfig:
