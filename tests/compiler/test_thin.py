@@ -26,7 +26,7 @@ from tilegen.problem import AttentionProblem
 SHAPES = [(64, 128), (32, 32), (16, 64), (128, 256)]
 """Columns and depth; (16, 64) and (32, 32) are too small for some layouts, which pack instead."""
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-ROWS = (1, 2, 4, 8)
+ROWS = (1, 2, 4, 8, 16)
 
 
 @pytest.fixture(params=TARGETS)

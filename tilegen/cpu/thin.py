@@ -23,7 +23,11 @@ from tilegen.cpu.pairs import added
 from tilegen.cpu.thin_rows import Rows
 from tilegen.cpu.tiles import Buffer, Load, Node
 
-MOST_ROWS = 8
+MOST_ROWS, AT_ONCE = 16, 8
+"""Most rows of a product, and the rows whose sums stay in registers: more rows read the right
+operand again, from a cache."""
+DEEP = 4
+"""Least vectors of a row whose lanes are summed in a product of more than AT_ONCE rows."""
 _UNROLL = 8
 
 
@@ -47,7 +51,10 @@ def fits(code: Code, shape: tuple[int, int, int], node: Node, swapped: bool, pai
     lanes = code.target.lanes
     wide = 2 * lanes if pairs else lanes
     if swapped:
-        return depth % wide == 0 and columns % max(lanes // rows, 1) == 0
+        # A sum of lanes takes as long as a few vectors: of short rows it costs more than packing.
+        if rows > AT_ONCE and depth < DEEP * wide:
+            return False
+        return depth % wide == 0 and columns % max(lanes // min(rows, AT_ONCE), 1) == 0
     return columns % wide == 0 and depth % 2 == 0
 
 
@@ -86,7 +93,7 @@ class ThinProduct:
         per_word = 2 if self.pairs else 1
         words, elements = depth // per_word, lanes * per_word
         unroll = next(n for n in (_UNROLL, 4, 2, 1) if words % (n * lanes) == 0)
-        tall = min(self.height, lanes)
+        tall = min(self.height, lanes, AT_ONCE)
         width = lanes // tall
         # Two rows of memory at a time share the loads of the left operand.
         once = 1 if tall == 1 else min(2, width)
@@ -150,30 +157,33 @@ class ThinProduct:
         code, lanes = self.code, self.lanes
         step = 2 if self.pairs else 1
         depth = self.right.shape[0]
-        vectors = self._vectors()
+        tall = min(self.height, AT_ONCE)
+        vectors = self._vectors(tall)
         # The tile is read in passes over blocks of columns, and fetched in the order of memory.
         turns = depth // step
         passes = self.columns // (vectors * lanes)
-        with code.own_memo(), code.loop(0, passes) as block:
-            column = code.times(block, vectors * lanes)
-            sums = [self._zeros(vectors) for _ in range(self.height)]
-            with code.loop(0, turns) as turn:
-                if self.rows.fetches:
-                    self.rows.fetch_part(code.plus(code.times(block, turns), turn), passes * turns)
-                rights = self._rights(code.times(turn, step), column, vectors)
+        for first in range(0, self.height, tall):
+            with code.own_memo(), code.loop(0, passes) as block:
+                column = code.times(block, vectors * lanes)
+                sums = [self._zeros(vectors) for _ in range(tall)]
+                with code.loop(0, turns) as turn:
+                    if self.rows.fetches and first == 0:
+                        part = code.plus(code.times(block, turns), turn)
+                        self.rows.fetch_part(part, passes * turns)
+                    rights = self._rights(code.times(turn, step), column, vectors)
+                    for r, slots in enumerate(sums):
+                        weight = self._weight(first + r, turn)
+                        for slot, right in zip(slots, rights, strict=True):
+                            self._add(slot, weight, right)
                 for r, slots in enumerate(sums):
-                    weight = self._weight(r, turn)
-                    for slot, right in zip(slots, rights, strict=True):
-                        self._add(slot, weight, right)
-            for r, slots in enumerate(sums):
-                values = [code.emit(f"load {self.vector}, ptr {slot}") for slot in slots]
-                for v, value in enumerate(self._in_order(values)):
-                    self._put(value, r, code.plus(column, v * lanes), self.lane)
+                    values = [code.emit(f"load {self.vector}, ptr {slot}") for slot in slots]
+                    for v, value in enumerate(self._in_order(values)):
+                        self._put(value, first + r, code.plus(column, v * lanes), self.lane)
 
-    def _vectors(self) -> int:
-        """Return the vectors of columns whose sums, for all rows, stay in registers."""
+    def _vectors(self, tall: int) -> int:
+        """Return the vectors of columns whose sums, for `tall` rows, stay in registers."""
         target = self.code.target
-        most = max(target.rows * target.vectors // self.height, 2 if self.pairs else 1)
+        most = max(target.rows * target.vectors // tall, 2 if self.pairs else 1)
         count = 1
         while 2 * count <= most and self.columns % (2 * count * self.lanes) == 0:
             count *= 2
