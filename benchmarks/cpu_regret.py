@@ -33,7 +33,7 @@ from tilegen.choose.on_cpu import chosen_config, space, tuned_space, usual_confi
 from tilegen.choose.ranker import estimate
 from tilegen.cpus.host import current_cpu
 from tilegen.kernels.config import TileConfig
-from tilegen.model.cpu_time import LAUNCH_SECONDS, TERMS, terms_of
+from tilegen.model.cpu_time import LAUNCH_SECONDS, TERMS, UNFITTED, terms_of
 from tilegen.problem import AttentionProblem
 from tilegen.store import Location, save
 from tilegen.store.trials import Trial
@@ -292,7 +292,8 @@ def fit() -> None:
         weights = _least_squares(tables)
         errors = np.concatenate([np.abs(terms @ weights / times - 1) for terms, times in tables])
         print("[[weights]]", f'pass = "{direction}"', f'operands = "{kind}"', sep="\n")
-        for name, weight in zip(TERMS, weights, strict=True):
+        fitted = (name for name in TERMS if name != UNFITTED)
+        for name, weight in zip(fitted, weights, strict=True):
             if weight > 1e-3:
                 print(f"{name} = {weight:.3g}")
         regrets = [
@@ -307,11 +308,15 @@ def fit() -> None:
 
 
 def _table(task: KernelTask) -> Table:
-    """Return the terms of each timed tile of a kernel, and the times less that of a launch [s]."""
+    """Return the fitted terms of each timed tile of a kernel, and the times less that of a launch
+    and the term that is not fitted [s]."""
     task = KernelTask(task.spec, task.problem.bucket, task.device)
     times = read(path_of(task)).times()
-    terms = [list(terms_of(task.tiled(config)).values()) for config in times]
-    return np.array(terms), 1e-6 * np.array([*times.values()]) - LAUNCH_SECONDS
+    terms = [terms_of(task.tiled(config)) for config in times]
+    known = LAUNCH_SECONDS + np.array([of_tile.pop(UNFITTED) for of_tile in terms])
+    return np.array([[*of_tile.values()] for of_tile in terms]), 1e-6 * np.array(
+        [*times.values()]
+    ) - known
 
 
 def _least_squares(tables: Sequence[Table]) -> np.ndarray:

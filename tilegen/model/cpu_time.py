@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from operator import mul
+from operator import mul, sub
 
+from tilegen.cpu.thin import MOST_ROWS as THIN_ROWS
 from tilegen.cpus.spec import CpuSpec
 from tilegen.kernels.loops import Step
 from tilegen.model.launches import launches
@@ -31,8 +32,11 @@ TERMS = {
     "l1": "what a step works on beyond L1",
     "l2": "what a step works on beyond L2",
     "program": "beginning and end of programs",
+    "inputs": "reading inputs where they lie",
 }
 """The terms of a prediction, in words."""
+UNFITTED = "inputs"
+"""The term whose weight is 1: no sweep of tiles tells it apart, since it is the same for all."""
 COLUMNS = 64
 """Columns of a microkernel at full rate, for vectors of 16 elements."""
 LAUNCH_SECONDS = 20e-6
@@ -72,15 +76,30 @@ def stream_bytes(tiled: Tiled) -> int:
 
 
 def source_of(tiled: Tiled, spec: CpuSpec) -> int:
-    """Return the place in `levels_of` that streams come from: the smallest cache that holds what a
-    head streams."""
-    streams = stream_bytes(tiled)
+    """Return the place in `levels_of` that streams come from: the smallest cache that holds the
+    streams of a head."""
+    return place_of(stream_bytes(tiled), spec)
+
+
+def place_of(streams: int, spec: CpuSpec) -> int:
+    """Return the place in `levels_of` of the smallest cache that holds some streams [bytes]."""
     return (streams > HALF * spec.l2_bytes) + (streams > HALF * spec.l3_bytes)
 
 
 def traffic_seconds(tiled: Tiled, spec: CpuSpec) -> float:
     """Return the time to move a launch's bytes, at the rate of the level that streams come from."""
     return bytes_of(traffic(tiled)) / levels_of(spec)[source_of(tiled, spec)].bandwidth
+
+
+def first_seconds(tiled: Tiled, spec: CpuSpec) -> float:
+    """Return the time that the first reading of a launch's streams takes beyond `traffic_seconds`:
+    the streams of all heads may lie in a slower level than those of a head."""
+    task = tiled.task
+    heads = task.heads_q // task.heads_of_group
+    streams = min(heads * stream_bytes(tiled), bytes_of(traffic(tiled)))
+    levels = levels_of(spec)
+    rates = (levels[place].bandwidth for place in (place_of(streams, spec), source_of(tiled, spec)))
+    return max(0.0, streams * sub(*(1 / rate for rate in rates)))
 
 
 def bytes_of(moved: Traffic) -> int:
@@ -119,18 +138,34 @@ def terms_of(tiled: Tiled) -> dict[str, float]:
     if tiled.spec.shares:
         added = step.columns * problem.head_dim_qk
     state = step_bytes(tiled)
+    moved, inputs = traffic_seconds(tiled, spec), first_seconds(tiled, spec)
+    packing = step.columns * sum(step.passing) * _packings(step) * steps / elements
+    if is_thin(tiled):
+        # Nothing is packed, and products wait for memory.
+        moved, inputs, packing, narrow = 0.0, moved + inputs, 0.0, 0.0
     return {
         "products": flops / rate,
         "narrow": narrow * steps / rate,
-        "packing": step.columns * sum(step.passing) * _packings(step) * steps / elements,
+        "packing": packing,
         "scores": step.scores * steps / spec.exp2_rate,
         "masks": step.scores * partial / elements,
         "sums": added * steps / elements,
-        "moved": traffic_seconds(tiled, spec),
+        "moved": moved,
         "l1": max(0.0, state - spec.l1_bytes) * steps / spec.l2_bandwidth,
         "l2": max(0.0, state - spec.l2_bytes) * steps / spec.l3_bandwidth,
         "program": run.programs * step.result_words / elements,
+        "inputs": inputs,
     }
+
+
+def is_thin(tiled: Tiled) -> bool:
+    """Check whether a forward has so few queries that nothing is packed.
+
+    Tiles of few rows of many queries read keys from a cache again and again, which takes about as
+    long as packing them."""
+    rows = tiled.step.rows
+    is_forward = tiled.task.direction == "forward" and tiled.step.scores > 0
+    return is_forward and rows <= THIN_ROWS and tiled.task.lengths[0] <= rows
 
 
 def weighted(tiled: Tiled) -> tuple[tuple[str, float], ...]:
@@ -186,5 +221,8 @@ def _weights() -> dict[tuple[str, str], dict[str, float]]:
     text = (files("tilegen.model") / "cpu_weights.toml").read_text(encoding="utf-8")
     rows = tomllib.loads(text)["weights"]
     return {
-        (row["pass"], row["operands"]): {name: row.get(name, 0.0) for name in TERMS} for row in rows
+        (row["pass"], row["operands"]): {
+            name: 1.0 if name == UNFITTED else row.get(name, 0.0) for name in TERMS
+        }
+        for row in rows
     }
