@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import sys
 from collections import deque
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -174,6 +175,83 @@ def test_changed_attributes_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         assert text(item) == "2.0*s"
         item.factor = 3
         assert text(item) == "3.0*s"
+
+
+class Kind(type):
+    factor = 2
+
+
+class Of(metaclass=Kind):
+    """A class that has its number from the class of the class."""
+
+
+class Made:
+    def __init__(self) -> None:
+        self.factor = FACTOR
+
+
+class Lazy:
+    @functools.cached_property
+    def factor(self) -> int:
+        return FACTOR
+
+
+class Shown:
+    def __repr__(self) -> str:
+        return str(FACTOR)
+
+
+class Whole(int):
+    factor: int
+
+
+class Several(list[int]):
+    factor: int
+
+
+class Named(dict[str, int]):
+    def __getitem__(self, name: str) -> int:
+        return FACTOR
+
+
+def helper() -> int:
+    return 1
+
+
+def read(item: Any, name: str, reader: Any = getattr) -> Any:
+    return reader(item, name)
+
+
+def test_values_by_ways_that_name_no_attribute_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, several, shown, partial = Whole(1), Several([1]), Shown(), functools.partial(helper)
+    texts: dict[str, Any] = {
+        "getattr by another name": lambda s, *_: s * read(SETTINGS, "factor"),
+        "hasattr": lambda s, *_: s * (3 if hasattr(SETTINGS, "other") else 2),
+        "dir": lambda s, *_: s * (3 if "other" in dir(SETTINGS) else 2),
+        "a class of a class": lambda s, *_: s * Of.factor,
+        "a new object": lambda s, *_: s * Made().factor,
+        "a cached property": lambda s, *_: s * Lazy().factor,
+        "a text": lambda s, *_: s * int(repr(shown)),
+        "an integer's attribute": lambda s, *_: s * whole.factor,
+        "a list's attribute": lambda s, *_: s * several.factor,
+        "a dict of another kind": lambda s, *_: s * Named()["any"],
+        "a function's attribute": lambda s, *_: s * vars_of(helper),
+        "a partial's attribute": lambda s, *_: s * vars_of(partial),
+        "all modules": lambda s, *_: s * sys.modules[__name__].FACTOR,
+    }
+    holders: tuple[Any, ...] = (whole, several, helper, partial)
+    for holder in holders:
+        monkeypatch.setattr(holder, "factor", 2, raising=False)
+    assert {text(one) for one in texts.values()} == {"2.0*s"}
+    for holder in (*holders, SETTINGS, Kind):
+        monkeypatch.setattr(holder, "factor", 3)
+    monkeypatch.setattr(SETTINGS, "other", 1, raising=False)
+    monkeypatch.setitem(globals(), "FACTOR", 3)
+    assert {name: text(one) for name, one in texts.items()} == dict.fromkeys(texts, "3.0*s")
+
+
+def vars_of(item: Any) -> int:
+    return item.factor
 
 
 class Held:

@@ -20,6 +20,7 @@ from types import (
     BuiltinFunctionType,
     CodeType,
     FunctionType,
+    MappingProxyType,
     MemberDescriptorType,
     MethodType,
     ModuleType,
@@ -36,7 +37,12 @@ from tilegen.masks.snapshots import Snapshot
 
 T = TypeVar("T")
 MAX_TRACES = 512
-_FOREIGN = frozenset({"builtins", "functools", "math", "numpy", "operator", "sympy", "torch"})
+MAX_FACTS = 5000
+"""Largest fingerprint. A function that reads more, such as `sys.modules`, is traced at each call.
+"""
+_FOREIGN = frozenset(
+    {"_thread", "builtins", "functools", "math", "numpy", "operator", "sympy", "torch"}
+)
 """Packages whose globals no user changes."""
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, np.generic)
@@ -44,6 +50,8 @@ _HOLDERS = (tuple, list, dict, set, frozenset)
 _PARTS: dict[type, tuple[str, ...]] = {
     MethodType: ("__func__", "__self__"),
     functools.partial: ("func", "args", "keywords"),
+    functools.partialmethod: ("func", "args", "keywords"),
+    functools.cached_property: ("func",),
     property: ("fget",),
     staticmethod: ("__func__",),
     classmethod: ("__func__",),
@@ -56,13 +64,14 @@ _FIXED = (
 )
 """Kinds of objects that never change."""
 _DYNAMIC = frozenset(
-    "getattr vars globals locals eval exec attrgetter methodcaller import_module "  # noqa: SIM905
-    "__import__ __dict__ __getattribute__ __closure__ __globals__".split()
+    "getattr hasattr dir vars globals locals eval exec attrgetter methodcaller "  # noqa: SIM905
+    "import_module __import__ __dict__ __getattribute__ __closure__ __globals__ type".split()
 )
-"""Names through which code reads values that its own names do not show."""
+"""Names of functions that read values that the names in code do not show."""
 _HEAP, _IMMUTABLE = 1 << 9, 1 << 8
 """CPython's flags of types: both for those of C, the first alone for classes in Python."""
-_MAKING = ("__init__", "__new__", "__post_init__", "__repr__", "__reduce__", "__del__")
+_MAKING = ("__init__", "__new__", "__post_init__", "__del__")
+"""Methods that no code reaches through an object, but through the class."""
 
 
 _looks = 0
@@ -178,12 +187,19 @@ def fingerprint(roots: tuple[Any, ...], *, by_elements: bool = False) -> list[An
     A fingerprint that is settled equals a later fingerprint while all values are the same.
     """
     reader = _Reader(by_elements)
-    for root in roots:
-        reader.value(root)
-        if isinstance(root, torch.nn.Module):  # whose call PyTorch leads to `forward`
-            reader.value(type(root).forward)
-    reader.attributes()
+    try:
+        for root in roots:
+            reader.value(root)
+            if isinstance(root, torch.nn.Module):  # whose call PyTorch leads to `forward`
+                reader.value(type(root).forward)
+        reader.attributes()
+    except _TooManyError:
+        return [object()]  # which equals no other fingerprint
     return reader.facts
+
+
+class _TooManyError(Exception):
+    """A function reads more than MAX_FACTS values."""
 
 
 def settle(facts: list[Any]) -> None:
@@ -205,17 +221,22 @@ class _Reader:
 
     def value(self, value: Any) -> None:
         """Record the value of a cell, a global, a default or an attribute."""
+        if len(self.facts) > MAX_FACTS:
+            raise _TooManyError
         kind = type(value)
-        if isinstance(value, _PLAIN):
-            self.facts.append((kind, repr(value)))  # which tells -0.0 and nan apart
-            return
+        plain = _base(value, _PLAIN)
+        if plain is not None:
+            # Whose texts tell -0.0 and nan apart. A class of the user's own may spell it otherwise.
+            self.facts.append((kind, plain.__repr__(value)))
+            if kind is plain or plain is np.generic:
+                return
         if isinstance(value, torch.Tensor):
             self._tensor(value)
             return
         # A list or a bound method is what it holds, and may be another object with the same in it.
         if isinstance(value, _HOLDERS):
             self.facts.append((kind, len(value)))
-        else:
+        elif plain is None:
             self.facts.append(kind if kind is MethodType else _Same.as_(value))
         if id(value) in self._seen:
             return
@@ -232,23 +253,31 @@ class _Reader:
     def _parts(self, value: Any) -> Iterator[Any]:
         """Yield the values that a value reads or holds; note an unknown fact for other kinds."""
         kind = type(value)
-        if isinstance(value, dict):
-            yield from value
-            yield from value.values()
-        elif isinstance(value, _HOLDERS):
-            yield from value
+        if (base := _base(value, _PLAIN + _HOLDERS)) is not None:
+            if base in _HOLDERS:
+                yield from base.__iter__(value)
+            if base is dict:
+                yield from base.values(value)
+            if kind is not base:  # a class of the user's own
+                yield from _operators(kind)
+                self._objects.append(value)
         elif kind in _PARTS:
             yield from (getattr(value, name) for name in _PARTS[kind])
+            self._objects.append(value)
         elif isinstance(value, FunctionType):
             yield from self._of_function(value)
+            self._objects.append(value)
         elif isinstance(value, BuiltinFunctionType) and not isinstance(value.__self__, ModuleType):
             yield value.__self__  # whose method it is
         elif isinstance(value, BuiltinFunctionType):
-            if _root(value.__module__) not in _FOREIGN:  # such as time.time
+            # Such as time.time, and getattr by another name.
+            if _root(value.__module__) not in _FOREIGN or value.__name__ in _DYNAMIC:
                 self._unknown()
         elif isinstance(value, ModuleType | type):
             if _root(value.__name__ if kind is ModuleType else value.__module__) not in _FOREIGN:
                 self._objects.append(value)
+                if isinstance(value, type):  # which may make an object, and compute with it
+                    yield from (*_operators(kind), *_operators(value), *_methods(value, _MAKING))
         elif not isinstance(value, _FIXED):
             if not _is_open(kind):
                 self._unknown()
@@ -288,6 +317,11 @@ class _Reader:
                         self.value(attribute[0])
 
 
+def _base(value: Any, kinds: tuple[type, ...]) -> Any:
+    """Return the first of some classes that a value is an instance of, or None."""
+    return next((kind for kind in kinds if isinstance(value, kind)), None)
+
+
 @lru_cache(maxsize=1024)
 def _names(code: CodeType) -> tuple[str, ...]:
     """Return the globals and attributes that code and the functions defined in it name; with
@@ -308,25 +342,29 @@ def _is_open(kind: type) -> bool:
 @lru_cache(maxsize=1024)
 def _operators(kind: type) -> tuple[FunctionType, ...]:
     """Return the methods that calls and operators reach without naming them."""
-    return tuple(
-        found
-        for one in _classes(kind)
-        for name, found in vars(one).items()
-        if name.startswith("__") and isinstance(found, FunctionType) and name not in _MAKING
-    )
+    names = {name for one in _classes(kind) for name in vars(one) if name.startswith("__")}
+    return _methods(kind, tuple(sorted(names.difference(_MAKING))))
+
+
+def _methods(kind: type, names: tuple[str, ...]) -> tuple[FunctionType, ...]:
+    """Return the functions of such names in a class and in those it derives from."""
+    held = (vars(one).get(name) for one in _classes(kind) for name in names)
+    functions = (getattr(one, "__func__", one) for one in held)  # __new__ is a static method
+    return tuple(one for one in functions if isinstance(one, FunctionType))
 
 
 def _attribute(value: Any, name: str) -> tuple[Any, ...]:
     """Look up an attribute without running code of the object: a tuple of the value, empty if there
     is none."""
     own = getattr(value, "__dict__", {})
-    places = [own]
+    places = [own] if isinstance(own, dict | MappingProxyType) else []
     if isinstance(value, torch.nn.Module):
         places += [own[kind] for kind in ("_parameters", "_buffers", "_modules")]
     for place in places:
         if name in place:
             return (place[name],)
-    for owner in _classes(value if isinstance(value, type) else type(value)):
+    owners = [*_classes(value), *_classes(type(value))] if isinstance(value, type) else None
+    for owner in owners or _classes(type(value)):
         if name in vars(owner):
             held = vars(owner)[name]
             if isinstance(held, MemberDescriptorType) and isinstance(value, owner):  # a slot
