@@ -87,7 +87,7 @@ def comparison_of(part: Any, traced: Traced) -> Mask | None:
     """Convert a condition to a comparison; None if it is not a comparison, or if its numbers
     rise and fall so much that lists of tiles cost less."""
     ((expr,), sources) = merge([(part, traced.captured)])
-    made = any(id(one) in traced.derived.made for one in sources)
+    made = any(map(traced.derived.made, sources))
     sides, is_batched = _separated(expr), expr.has(B)
     if not sources or sides is None or made or any(one.is_meta for one in sources):
         return None

@@ -189,7 +189,7 @@ def _same_document(part: Expr, traced: Traced) -> Mask | None:
     if slot_of(left) != slot_of(right) or at != same or {first, second} != {Q, K}:
         return None
     ids = traced.captured[slot_of(left)]
-    is_made = id(ids) in traced.derived.made
+    is_made = traced.derived.made(ids)
     if at not in ([], [B]) or ids.dtype.is_floating_point or is_made:
         return None
     return of_ids(ids, are_whole=False)

@@ -1,7 +1,7 @@
 """Tensors that a traced function derives from captured tensors: `(ids + 1)[q_idx]`, `t % 2 == 0`.
 
-The steps that made such a tensor are recorded, and run again at each call of a kernel. The elements
-of the traced call would be stale.
+The steps that made such a tensor are recorded, changes in place among them, and run again at each
+call of a kernel. The elements of the traced call would be stale.
 """
 
 from __future__ import annotations
@@ -12,95 +12,175 @@ from typing import Any
 
 import torch
 
+from tilegen.errors import Unsupported
 from tilegen.masks.values import Recipe
 
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """A call of a torch function that made a tensor, which is held so that its id stays taken."""
+    """A call of a torch function. Tensors are held, so that their ids stay taken."""
 
-    result: torch.Tensor
     function: Callable[..., Any]
     args: Sequence[Any]
     kwargs: dict[str, Any]
+    sources: list[torch.Tensor]
+    results: list[torch.Tensor]
+    written: set[int]
+    """The memory that the call allocated or wrote to."""
 
 
 class Derived:
-    """The calls by which a function makes tensors from other tensors."""
+    """The calls by which a function makes tensors, and changes them in place."""
 
     def __init__(self) -> None:
-        """`made` holds the steps by the id of what they made."""
-        self.made: dict[int, _Step] = {}
+        """Begin with no steps."""
+        self._steps: list[_Step] = []
+        self._own: set[int] = set()
+        """The memory that steps allocated."""
+        self._derived: set[int] = set()
+        """The part of it with elements that depend on captured tensors."""
+        self._views: set[int] = set()
+        """Ids of views of captured tensors that depend on other tensors, as `table[at]` does. Other
+    views change with the tensor."""
 
-    def note(
-        self, result: Any, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> None:
-        """Record the call that gave a result, if the result is a new tensor made of others, or a
-        view that depends on others: `table[at]`."""
-        if isinstance(result, torch.Tensor):
-            sources = _tensors((args, kwargs))
-            is_new = not any(result is source for source in sources)
-            if is_new and not all(_same_memory(result, source) for source in sources):
-                self.made.setdefault(id(result), _Step(result, function, args, kwargs))
+    def call(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        read: Sequence[torch.Tensor] = (),
+    ) -> Any:
+        """Call a torch function, and record the call if it makes or changes tensors. Raises
+        Unsupported for a change of a tensor that the trace has `read` already."""
+        sources = _tensors((args, kwargs))
+        versions = [_version(one) for one in sources]
+        result = function(*args, **kwargs)
+        changed = {
+            _memory(one)
+            for one, version in zip(sources, versions, strict=True)
+            if (_changes(function, kwargs) if version is None else version != one._version)
+        }
+        if changed and any(_memory(one) in changed for one in read):
+            raise Unsupported(
+                f"expected {function.__name__} before the tensor that it changes is indexed by b, "
+                "h, q_idx or kv_idx, not behind; change a clone of it"
+            )
+        self._note(_Step(function, args, kwargs, sources, _tensors(result), changed))
+        return result
+
+    def _note(self, step: _Step) -> None:
+        if not (step.results or step.written):
+            return
+        given = {_memory(one) for one in step.sources}
+        new = {_memory(one) for one in step.results} - given - self._own
+        self._own |= new
+        step.written.update(new)
+        self._steps.append(step)
+        is_made = any(map(self.made, step.sources))
+        if is_made or not given <= self._own:
+            self._derived |= step.written & self._own
+        for result in step.results:
+            memory = _memory(result)
+            is_new = not any(result is source for source in step.sources)
+            if is_new and memory not in self._own and (is_made or given != {memory}):
+                self._views.add(id(result))
+
+    def made(self, tensor: torch.Tensor) -> bool:
+        """Check whether the function derives a tensor from captured tensors."""
+        return id(tensor) in self._views or _memory(tensor) in self._derived
 
     def recipe(self, tensor: torch.Tensor, dtype: torch.dtype) -> Recipe | None:
         """Return a recipe for making a tensor anew, in a dtype; None for a captured tensor."""
-        if id(tensor) not in self.made:
+        if not self.made(tensor):
             return None
-        sources: list[torch.Tensor] = []
-        self._find(tensor, sources)
+        steps, sources = self._needed(tensor)
 
         def make(*given: Any) -> tuple[torch.Tensor]:
             *tables, _ = given  # the lengths
             known = {id(source): table for source, table in zip(sources, tables, strict=True)}
-            return (self._made(tensor, known).to(dtype).contiguous(),)
+            return (_run(steps, tensor, known).to(dtype).contiguous(),)
 
         return Recipe(make, tuple(sources))
 
     def anew(self, tensor: torch.Tensor) -> torch.Tensor:
         """Compute a tensor again by its steps, differentiably."""
-        return self._made(tensor, {})
+        return _run(self._needed(tensor)[0], tensor, {}) if self.made(tensor) else tensor
 
-    def _find(self, tensor: torch.Tensor, sources: list[torch.Tensor]) -> None:
-        step = self.made.get(id(tensor))
-        if step is None:
-            if not any(source is tensor for source in sources):
-                sources.append(tensor)
-            return
-        for source in _tensors((step.args, step.kwargs)):
-            self._find(source, sources)
-
-    def _made(self, tensor: torch.Tensor, known: dict[int, torch.Tensor]) -> torch.Tensor:
-        if id(tensor) not in known:
-            step = self.made.get(id(tensor))
-            if step is None:
-                return tensor
-            args, kwargs = self._replaced((step.args, step.kwargs), known)
-            known[id(tensor)] = step.function(*args, **kwargs)
-        return known[id(tensor)]
-
-    def _replaced(self, value: Any, known: dict[int, torch.Tensor]) -> Any:
-        match value:
-            case torch.Tensor():
-                return self._made(value, known)
-            case tuple() | list():
-                return type(value)([self._replaced(one, known) for one in value])
-            case dict():
-                return {name: self._replaced(one, known) for name, one in value.items()}
-            case _:
-                return value
+    def _needed(self, tensor: torch.Tensor) -> tuple[list[_Step], list[torch.Tensor]]:
+        """Return the steps that a tensor depends on, and the other tensors that they read."""
+        steps: list[_Step] = []
+        sources: list[torch.Tensor] = []
+        memory, ids = {_memory(tensor)} & self._derived, {id(tensor)}
+        for step in reversed(self._steps):
+            is_view = not ids.isdisjoint(map(id, step.results))
+            if memory.isdisjoint(step.written) and not is_view:
+                continue
+            steps.append(step)
+            for source in step.sources:
+                if self.made(source):
+                    ids.add(id(source))
+                    memory |= {_memory(source)} & self._derived
+                elif not any(source is one for one in sources):
+                    sources.append(source)
+        return steps[::-1], sources
 
 
-def _same_memory(first_tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Check whether a tensor is a view of another tensor, and so follows the changes of that
-    tensor."""
-    first, second = (tensor.untyped_storage().data_ptr() for tensor in (first_tensor, other))
-    return first_tensor is other or first == second != 0
+def _run(steps: list[_Step], tensor: torch.Tensor, known: dict[int, torch.Tensor]) -> torch.Tensor:
+    """Run steps again, with `known` tensors in the place of those with such ids."""
+    for step in steps:
+        args, kwargs = _replaced((step.args, step.kwargs), known)
+        results = _tensors(step.function(*args, **kwargs))
+        known.update(zip(map(id, step.results), results, strict=True))
+    return known[id(tensor)]
+
+
+def _replaced(value: Any, known: dict[int, torch.Tensor]) -> Any:
+    match value:
+        case torch.Tensor():
+            return known.get(id(value), value)
+        case tuple() | list():
+            return type(value)([_replaced(one, known) for one in value])
+        case dict():
+            return {name: _replaced(one, known) for name, one in value.items()}
+        case slice():
+            return slice(*_replaced((value.start, value.stop, value.step), known))
+        case _:
+            return value
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Return a number of the memory that a tensor shares with its views."""
+    storage: Any = tensor.untyped_storage()
+    return storage._cdata
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    """Return PyTorch's count of changes in place; None if it does not count them."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def _changes(function: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
+    """Check by its name whether a function changes tensors in place."""
+    name = function.__name__
+    is_in_place = name.endswith("_") and not name.endswith("__")
+    return is_in_place or name in _IN_PLACE or "out" in kwargs or bool(kwargs.get("inplace"))
+
+
+_IN_PLACE = frozenset(
+    "__setitem__ __iadd__ __isub__ __imul__ __idiv__ __itruediv__ __ifloordiv__ "  # noqa: SIM905
+    "__imod__ __ipow__ __iand__ __ior__ __ixor__ __ilshift__ __irshift__".split()
+)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, dict):
-        value = tuple(value.values())
-    if isinstance(value, tuple | list):
-        return [tensor for one in value for tensor in _tensors(one)]
-    return [value] if isinstance(value, torch.Tensor) else []
+    match value:
+        case torch.Tensor():
+            return [value]
+        case tuple() | list():
+            return [tensor for one in value for tensor in _tensors(one)]
+        case dict():
+            return [tensor for one in value.values() for tensor in _tensors(one)]
+        case slice():
+            return _tensors((value.start, value.stop, value.step))
+        case _:
+            return []

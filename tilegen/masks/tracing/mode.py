@@ -89,12 +89,12 @@ class Mode(TorchFunctionMode):
         """Run an operation on tensors with elements, and record it outside of a graph."""
         if named.get("device") == torch.device("meta"):  # a value's
             named = {**named, "device": "cpu"}
-        result = func(*args, **named)
-        if not self.is_traced:
-            self.derived.note(result, func, args, named)
-            name = func.__name__
-            if f"{name}_".startswith(_DRAWS) or (name not in _METADATA and _holds_numbers(result)):
-                looked()
+        if self.is_traced:
+            return func(*args, **named)
+        result = self.derived.call(func, args, named, self.captured)
+        name = func.__name__
+        if f"{name}_".startswith(_DRAWS) or (name not in _METADATA and _holds_numbers(result)):
+            looked()
         return result
 
     def _attribute(self, func: Any, args: Any) -> Any:

@@ -47,7 +47,7 @@ class Traced:
     @property
     def makes_tensors(self) -> bool:
         """Whether the function reads tensors that it made itself."""
-        return any(id(tensor) in self.derived.made for tensor in (*self.captured, *self.unused))
+        return any(map(self.derived.made, (*self.captured, *self.unused)))
 
 
 def trace_mask(fn: Callable[..., Any]) -> Traced:
