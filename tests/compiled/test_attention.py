@@ -2,12 +2,14 @@
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch.autograd import forward_ad
+from torch.utils.flop_counter import FlopCounterMode
 
 import tilegen
 from tests.gpu_road import gpu_road
@@ -119,6 +121,27 @@ def test_tangents_of_forward_mode_are_refused(trained: bool, which: int) -> None
         given[which] = forward_ad.make_dual(given[which], torch.ones_like(given[which]))
         with pytest.raises(Unsupported, match="no forward-mode derivatives"):
             tilegen.attention(*given)
+
+
+@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize("result", [0, 1])
+def test_tangents_of_cotangents_are_refused(result: int, counted: bool) -> None:
+    q, k, v = (t.requires_grad_() for t in _inputs("b1 hq2 hkv2 q20 kv20 d16 fp32 full"))
+    with forward_ad.dual_level(), FlopCounterMode(display=False) if counted else nullcontext():
+        given = tilegen.attention(q, k, v, return_lse=True)[result]
+        dual = forward_ad.make_dual(torch.ones_like(given), torch.ones_like(given))
+        with pytest.raises(Unsupported, match="no forward-mode derivatives"):
+            torch.autograd.grad(given, q, dual)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_tangents_of_a_score_are_refused(trained: bool) -> None:
+    given = [t.requires_grad_(trained) for t in _inputs("b1 hq2 hkv2 q20 kv20 d16 fp32 full")]
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(torch.zeros(20, 20), torch.ones(20, 20))
+        for score in (tilegen.bias(dual), tilegen.sinks(dual[0, :2])):
+            with pytest.raises(Unsupported, match="no forward-mode derivatives"):
+                tilegen.attention(*given, score=score)
 
 
 def test_lse_alone_has_gradients() -> None:

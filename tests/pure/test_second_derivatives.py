@@ -1,16 +1,20 @@
-"""Second derivatives and those of forward mode where PyTorch computes: as autograd has them."""
+"""Second derivatives and those of forward mode: as autograd has them where PyTorch computes, and
+refused in operators and over pages."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch.autograd import forward_ad
+from torch.utils.flop_counter import FlopCounterMode
 
 import tilegen
 from tilegen.errors import Unsupported
+from tilegen.masks.score import Score, bias, sinks
 
 LOSSES: dict[str, Callable[[Any, Any], Any]] = {
     "a sum": lambda out, lse: out.sum(),
@@ -67,6 +71,75 @@ def test_tangents_over_pages_are_refused() -> None:
         ):
             with pytest.raises(Unsupported, match="no forward-mode derivatives"):
                 tilegen.attention_paged(*given, *tables)
+
+
+SCORES: dict[str, Callable[[torch.Tensor], Score]] = {
+    "bias": lambda x: bias(x),
+    "sinks": lambda x: sinks(x[0, :2]),
+    "function": lambda x: tilegen.score(lambda s, b, h, q, k: s + x[q, k]),
+}
+
+
+@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize("name", SCORES)
+def test_tangents_of_a_score_over_pages_are_refused(name: str, counted: bool) -> None:
+    q, pages = torch.randn(1, 2, 3, 16), torch.randn(2, 16, 2, 16)
+    tables = torch.tensor([[0, 1]]), torch.tensor([20])
+    with forward_ad.dual_level(), FlopCounterMode(display=False) if counted else nullcontext():
+        score = SCORES[name](forward_ad.make_dual(torch.zeros(3, 32), torch.ones(3, 32)))
+        with pytest.raises(Unsupported, match="no forward-mode derivatives"):
+            tilegen.attention_paged(q, pages, pages, *tables, score=score)
+
+
+def test_torch_func_drops_no_tangent_of_a_score_over_pages() -> None:
+    q, pages = torch.randn(1, 2, 3, 16), torch.randn(2, 16, 2, 16)
+    tables = torch.tensor([[0, 1]]), torch.tensor([20])
+
+    def scored(values: torch.Tensor) -> Any:
+        return tilegen.attention_paged(q, pages, pages, *tables, score=bias(values))
+
+    with pytest.raises(Unsupported, match="no forward-mode derivatives"):
+        torch.func.jvp(scored, (torch.zeros(3, 32),), (torch.ones(3, 32),))
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_tangents_of_a_score_in_a_watched_call_are_refused(name: str) -> None:
+    q, k, v = (one.detach() for one in inputs())
+    with forward_ad.dual_level(), FlopCounterMode(display=False):
+        score = SCORES[name](forward_ad.make_dual(torch.zeros(9, 9), torch.ones(9, 9)))
+        with pytest.raises(Unsupported, match="no forward-mode derivatives"):
+            tilegen.attention(q, k, v, score=score)
+
+
+def test_tangents_that_a_compiled_graph_passes_on_are_refused() -> None:
+    q, k, v = (one.detach() for one in inputs())
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(k, torch.ones_like(k))
+        with pytest.raises(Unsupported, match="no forward-mode derivatives"):
+            torch.ops.tilegen.forward(q, dual, v, "{}", [], 0.25, 0.0, None)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_watched_call_inside_forward_mode_is_computed(trained: bool) -> None:
+    q, k, v = (one.detach().requires_grad_(trained) for one in inputs())
+    with forward_ad.dual_level(), FlopCounterMode(display=False):
+        torch.testing.assert_close(ours(q, k, v)[0], plain(q, k, v)[0])
+
+
+@pytest.mark.parametrize("transform", [torch.func.jacfwd, torch.func.hessian])
+def test_transforms_of_forward_mode_are_refused(transform: Callable[..., Any]) -> None:
+    q, k, v = (one.detach() for one in inputs())
+    with pytest.raises(Unsupported, match="no forward-mode derivatives"):
+        transform(lambda q: ours(q, k, v)[0].sum())(q)
+
+
+def test_tangents_of_appended_keys_are_refused() -> None:
+    new, pages = torch.randn(1, 2, 3, 16), torch.randn(2, 16, 2, 16)
+    tables = torch.tensor([[0, 1]]), torch.tensor([20])
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(new, torch.ones_like(new))
+        with pytest.raises(Unsupported, match="no forward-mode derivatives"):
+            tilegen.append_paged(new, dual, pages, pages.clone(), *tables)
 
 
 def test_a_watched_call_refuses_second_derivatives_where_they_are_pulled() -> None:

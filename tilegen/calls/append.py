@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tilegen.calls.entry import is_watched, refuse_jit
+from tilegen.launch.derivatives import refuse_tangents
 from tilegen.runtime.slots import append
 
 
@@ -26,10 +27,11 @@ def append_paged(
     the last are skipped. Pages, `block_table` and `layout` are those of `attention_paged`; k and v
     are cast to the dtype of the pages. `kv_lengths` (requests,) counts the keys of each request
     including the new ones, as the call of `attention_paged` that follows takes it. Nothing is read
-    on the host, so a CUDA graph can capture the call. Raises InvalidProblem.
+    on the host, so a CUDA graph can capture the call. Raises InvalidProblem or Unsupported.
     """
     call = k, v, k_pages, v_pages, block_table, kv_lengths, q_starts, layout
     refuse_jit()
+    refuse_tangents(k, v)
     if is_watched(k):
         from tilegen.operators.pages import append_operator
 

@@ -108,6 +108,7 @@ class _Gradients(_Function):
 
 def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
     """Compute the gradients of `_Attention.backward`."""
+    refuse_tangents(dout, dlse)
     scale, changes, kernels = cast("tuple[float, Changes, Kernels]", ctx.call)
     needs, saved = ctx.needs_input_grad, ctx.saved_tensors[:5]
     wanted = Wanted(needs[0], needs[1] or needs[2])
@@ -146,8 +147,8 @@ def gradients(
 
 
 def refuse_gradients(q: Any, k: Any, v: Any, score: Score | None) -> None:
-    """Raise Unsupported if any input of a call over pages needs a gradient."""
-    refuse_tangents(q, k, v)
+    """Raise Unsupported if any input of a call over pages needs a gradient or has a tangent."""
+    refuse_tangents(q, k, v, *(() if score is None else (*score.captured, score.sink_logits)))
     if needs_gradients(q, k, v, score):
         raise Unsupported(
             "attention over pages has no backward: call it under torch.no_grad(), or detach"

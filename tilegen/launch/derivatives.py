@@ -28,8 +28,20 @@ def refuse_tangents(*tensors: Any) -> None:
     if level < 0:  # outside of forward mode
         return
     for tensor in tensors:
-        if isinstance(tensor, torch.Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
-            raise Unsupported(
-                "attention has no forward-mode derivatives; use reverse mode "
-                "(torch.autograd.grad), or PyTorch's own attention"
-            )
+        if isinstance(tensor, torch.Tensor) and _has_tangent(tensor):
+            refuse_forward_mode()
+
+
+def _has_tangent(tensor: torch.Tensor) -> bool:
+    try:
+        return forward_ad.unpack_dual(tensor).tangent is not None
+    except RuntimeError:  # PyTorch unpacks no tensor inside of an operator that a mode dispatches
+        return False
+
+
+def refuse_forward_mode() -> NoReturn:
+    """Raise Unsupported."""
+    raise Unsupported(
+        "attention has no forward-mode derivatives; use reverse mode (torch.autograd.grad), or "
+        "PyTorch's own attention"
+    )

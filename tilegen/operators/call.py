@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tilegen.launch.changes import Pages
+from tilegen.launch.derivatives import refuse_tangents
 from tilegen.operators.crossing import crossing
 from tilegen.operators.functional import Attention
 from tilegen.operators.pages import attend_pages
@@ -48,6 +49,8 @@ def attend_watched(
         )
         return on_each_device(call, q, k, v, mask, score, kv_lengths)
     encoded = crossing(mask, score, kv_lengths)
+    if not is_transformed:  # transforms of torch.func raise an error of their own
+        refuse_tangents(*encoded.tensors)
     encoded.fill(k)
     if (dtype := autocast_dtype(q.device)) is not None:
         q, k, v = [autocast(tensor, dtype) for tensor in (q, k, v)]

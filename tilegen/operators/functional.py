@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from tilegen.launch.derivatives import refuse_second
+from tilegen.launch.derivatives import refuse_forward_mode, refuse_second
 from tilegen.operators.library import by_place, mapped
 
 Call = tuple[str, float, float, bool]
@@ -47,6 +47,11 @@ class Attention(torch.autograd.Function):
         return None, *grads[:3], *by_place(ctx.call[0], grads[3:], len(rest))
 
     @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        """Refuse forward mode."""
+        refuse_forward_mode()
+
+    @staticmethod
     def vmap(info: Any, in_dims: Any, call: Any, *given: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Call the function for each entry of the mapped dimension."""
         return mapped(lambda *entry: Attention.apply(call, *entry), info, in_dims[1:], given)
@@ -66,6 +71,11 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> NoReturn:
         refuse_second()
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        """Refuse forward mode."""
+        refuse_forward_mode()
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, call: Any, *given: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]

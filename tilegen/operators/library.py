@@ -12,6 +12,7 @@ from torch.utils.flop_counter import register_flop_formula
 from tilegen.kernels.layout import empty_like, laid_like, public_lse
 from tilegen.launch.autograd import gradients
 from tilegen.launch.changes import Changes, Pages, Wanted
+from tilegen.launch.derivatives import refuse_tangents
 from tilegen.launch.kernels import Kernels
 from tilegen.masks.dropout import Dropout
 from tilegen.operators.rebuilding import rebuilt, trained_places
@@ -54,6 +55,7 @@ def computed(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute (out, lse) of a call by its plan; `changes` and `tensors` are a crossing, `lengths`
     bound queries and keys."""
+    refuse_tangents(q, k, v, *tensors)  # which a compiled graph passes on
     decoded, _ = rebuilt(changes, tensors, (), lengths, dropout, pages)
     with torch.no_grad():
         return planned(q, k, v, decoded, scale)
@@ -202,6 +204,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.T
 
 
 def _give(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
+    refuse_tangents(dout, dlse)
     changes, scale, dropout_p, drops = ctx.call
     q, k, v, out, lse, *rest = ctx.saved_tensors
     state, tensors = rest[0] if drops else None, list(rest[drops:])

@@ -10,6 +10,7 @@ import torch
 from tilegen.errors import InvalidProblem
 from tilegen.launch.autograd import refuse_gradients
 from tilegen.launch.changes import Pages
+from tilegen.launch.derivatives import refuse_tangents
 from tilegen.operators.crossing import crossing
 from tilegen.operators.library import computed
 from tilegen.runtime.call import check_axes
@@ -32,6 +33,7 @@ def attend_pages(
     check_axes("q", q, QUERY_AXES[q_starts is not None])
     refuse_gradients(q, k_pages, v_pages, None)
     encoded = crossing(mask, score, None)
+    refuse_tangents(*encoded.tensors)
     if encoded.trained:
         refuse_gradients(encoded.tensors[encoded.trained[0]], k_pages, v_pages, None)
     encoded.fill(q)
