@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -13,6 +14,12 @@ import triton.language as tl
 import triton.runtime.interpreter as triton_interpreter
 
 from tests import interpreting
+from tilegen.check.reference import make_inputs
+from tilegen.check.verification import run
+from tilegen.emit.identity import RenderedKernel
+from tilegen.emit.render import render
+from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.problem import AttentionProblem
 
 # In a process of its own: the tests of this folder have it left out from the start.
 COMPARE = """
@@ -124,6 +131,22 @@ def test_language_is_patched_for_each_launch_and_as_it_was_after(
     assert dict(vars(tl)) == before
     _row_sums[(3,)](x, out.zero_(), 16)
     assert torch.equal(out, x.sum(1) + x.max(1).values)
+
+
+def test_threads_launch_one_after_the_other() -> None:
+    problem = AttentionProblem.parse("b1 hq2 hkv1 q33 kv33 d16 fp32 causal")
+    config = TileConfig(block_m=16, block_n=16)
+    kernels: dict[Kernel, RenderedKernel] = {"fwd": render(problem, config, "fwd")}
+    given = [make_inputs(problem, seed=seed) for seed in range(4)]
+    expected = [run(kernels, one, 0.25)["out"] for one in given]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            results = list(threads.map(lambda one: run(kernels, one, 0.25)["out"], given))
+    finally:
+        sys.setswitchinterval(before)
+    assert all(map(torch.equal, results, expected))
 
 
 def test_an_unknown_triton_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,9 +4,12 @@ of the arguments."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
+from threading import RLock
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from tilegen import cpu
 from tilegen.kernels.config import TileConfig
 from tilegen.launch.triton_function import named_by_launch
 
@@ -14,6 +17,10 @@ if TYPE_CHECKING:
     import torch
 
     from tilegen.launch.launcher import Run
+
+_interpreter = RLock()
+"""Held while a kernel is interpreted. The interpreter patches `triton.language` for all threads,
+and knows one program of one grid."""
 
 
 class TensorFunction:
@@ -27,6 +34,7 @@ class TensorFunction:
         self._options = dict(
             num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=True
         )
+        self._turn = _interpreter if cpu.is_interpreting() else nullcontext()
 
     @staticmethod
     def of(module: ModuleType, config: TileConfig) -> TensorFunction | None:
@@ -39,4 +47,5 @@ class TensorFunction:
         return self._run
 
     def _run(self, grid: int, values: list[Any], device: torch.device) -> None:
-        self._function[(grid,)](*values, **self._options)
+        with self._turn:
+            self._function[(grid,)](*values, **self._options)
