@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
+import tilegen
 from tests.mask_zoo import Judged
 from tests.user_forms import BATCH, HEADS, MASKS, SCORES, SEQLEN_KV, SEQLEN_Q, pairs
 from tilegen.check.reference import attention_reference, dense_mask, make_inputs
@@ -56,6 +59,30 @@ def test_a_score_equals_pytorchs(name: str) -> None:
     changed = changed.masked_fill(~dense_mask(causal(), SEQLEN_Q, SEQLEN_KV), float("-inf"))
     expected = changed.softmax(-1) @ inputs.v.repeat_interleave(HEADS, 1)
     torch.testing.assert_close(out, expected.to(out.dtype), rtol=2e-5, atol=2e-5)
+
+
+BITS: dict[str, Any] = {
+    name: MASKS[name] for name in ("odd", "bits of a product", "exclusive or", "all bits", "morton")
+} | {
+    "low bits of quotients": lambda b, h, q, k: ((q // 4) & 1) == ((k // 4) & 1),
+    "exclusive or of quotients": lambda b, h, q, k: ((q // 3) ^ (k // 3)) < 4,
+    "shifts of quotients": lambda b, h, q, k: ((q // 4) << 1) >= ((k // 2) >> 1),
+    "bits of a negative quotient": lambda b, h, q, k: (((q - k) // 4) & 3) < 2,
+}
+
+
+@pytest.mark.parametrize("name", BITS)
+def test_bits_of_places_within_documents(name: str) -> None:
+    cuts = [0, 23, 60]
+    q, k, v = torch.randn(3, cuts[-1], 2, 16, generator=torch.Generator().manual_seed(1))
+    out = tilegen.attention_varlen(q, k, v, torch.tensor(cuts), mask=predicate(BITS[name]))
+    for first, end in itertools.pairwise(cuts):
+        places = torch.arange(end - first)
+        keep = BITS[name](0, 0, places[:, None], places).expand(end - first, end - first)
+        here = (x[first:end].transpose(0, 1).double() for x in (q, k, v))
+        expected = torch.nn.functional.scaled_dot_product_attention(*here, attn_mask=keep)
+        expected = expected.masked_fill(~keep.any(-1)[:, None], 0.0).transpose(0, 1).float()
+        torch.testing.assert_close(out[first:end], expected, rtol=2e-5, atol=2e-5)
 
 
 def _everywhere(function: object, scores: torch.Tensor) -> torch.Tensor:
