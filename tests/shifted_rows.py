@@ -10,23 +10,29 @@ ROWS, COLUMNS, DIM = 37, 45, 16
 
 
 def shifted_bias(name: str) -> torch.Tensor:
-    """Return a bias (ROWS, COLUMNS): rows 5, 6 and the last are shifted, of row 7 but 10 keys."""
+    """Return a bias (ROWS, COLUMNS) that shifts rows 5, 6, 20 and the last, and all but 10 keys of
+    row 7."""
     made = torch.zeros(ROWS, COLUMNS)
-    made[[5, 6, -1]] = SHIFTS[name]
+    made[[5, 6, 20, -1]] = SHIFTS[name]
     made[7, 10:] = SHIFTS[name]
     return made
 
 
 def expected(
-    *given: torch.Tensor, bias: torch.Tensor, sink: float | None = None
+    *given: torch.Tensor,
+    bias: torch.Tensor,
+    sink: float | None = None,
+    keep: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
     """Return the results of q, k, v and dout (batch, heads, rows, dim), whose key-value heads are
-    one, in fp64; d_bias is the gradient of the bias. Logits are rounded to fp32 as they are there,
-    which their gradients do not see."""
+    one, in fp64; d_bias is the gradient of the bias. `keep` (rows, columns) is a mask. Logits are
+    rounded to fp32 as they are there, which their gradients do not see."""
     q, k, v = (x.double().clone().requires_grad_() for x in given[:3])
     bias = bias.double().requires_grad_()
     exact = q @ k.mT * DIM**-0.5 + bias
     logits = exact + (exact.detach().float().double() - exact.detach())
+    if keep is not None:
+        logits = logits.masked_fill(~keep, -torch.inf)
     if sink is not None:
         column = torch.full_like(logits[..., :1], sink)
         logits = torch.cat([logits, column], -1)

@@ -22,6 +22,8 @@ from tilegen.check.verification import run
 from tilegen.emit.render import render
 from tilegen.kernels import passes
 from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.masks import Mask, causal
+from tilegen.masks.kinds import FULL_MASK
 from tilegen.masks.score import bias, sinks
 from tilegen.model.traffic import traffic_of
 from tilegen.problem import AttentionProblem, DType
@@ -55,18 +57,20 @@ def agrees(
     sink: float | None = None,
     dtype: DType = "fp32",
     page: int = 0,
+    mask: Mask = FULL_MASK,
+    keep: torch.Tensor | None = None,
 ) -> None:
     problem = AttentionProblem.parse(f"b1 hq2 hkv1 q{ROWS} kv{COLUMNS} d{DIM} {dtype} full")
     made = shifted_bias(name).requires_grad_()
     score = bias(made)
     if sink is not None:
         score = score.then(sinks(torch.full((2,), sink).requires_grad_()))
-    problem = replace(problem, score=score.form, page=page)
+    problem = replace(problem, score=score.form, page=page, mask=mask)
     inputs: Inputs = make_inputs(problem)
     kernels = {kernel: render(problem, config, kernel) for kernel, config in configs.items()}
     by_name: Mapping[str, Any] = run(kernels, inputs, DIM**-0.5, score=score)
     given = (inputs.q, inputs.k, inputs.v, inputs.dout)
-    judged = expected(*given, bias=made.detach(), sink=sink)
+    judged = expected(*given, bias=made.detach(), sink=sink, keep=keep)
     judged["dt0"] = judged.pop("d_bias")
     close = {"fp32": 2e-5, "fp16": 6e-3, "bf16": 4e-2}[dtype]
     for result in judged.keys() & by_name.keys():
@@ -92,6 +96,13 @@ def test_shifted_rows_are_means(name: str, sink: float | None, family: str) -> N
 )
 def test_shifted_rows_in_16_bits(family: str, dtype: DType) -> None:
     agrees("-1e9", ALL_FAMILIES[family], dtype=dtype)
+
+
+@pytest.mark.parametrize("name", SHIFTS)
+def test_shifted_rows_without_keys_in_a_split(name: str) -> None:
+    """A program visits keys from 32 on for rows 16 to 31, of which the first eight see none."""
+    keep = torch.ones(ROWS, COLUMNS, dtype=torch.bool).tril(COLUMNS - ROWS)
+    agrees(name, SPLIT, mask=causal("bottom_right"), keep=keep)
 
 
 @pytest.mark.parametrize("name", SHIFTS)

@@ -96,13 +96,14 @@ def test_verify_takes_typical_trees(mask: str) -> None:
     "score", [None, softcap(3.0), sinks(torch.tensor([0.5, -1.0, 2.0, 0.0]))],
     ids=["plain", "softcap", "sinks"],
 )  # fmt: skip
-def test_a_dense_call_with_gradients(score: Score | None) -> None:
+@pytest.mark.parametrize("unseen", [1e4, float("inf"), float("nan")])
+def test_a_dense_call_with_gradients(score: Score | None, unseen: float) -> None:
     lengths = [70, 33]
     generator = torch.Generator().manual_seed(4)
     q = torch.randn(2, 4, WIDTH, 16, generator=generator)
     k, v = torch.randn(2, 2, 2, 70, 16, generator=generator)
     mask = tilegen.tree(PARENTS.expand(2, WIDTH), lengths)
-    k[1, :, 33:], v[1, :, 33:] = 1e4, 1e4  # what no request has
+    k[1, :, 33:], v[1, :, 33:] = unseen, unseen  # keys of no request
     given = [x.requires_grad_() for x in (q, k, v)]
     out, lse = tilegen.attention(*given, mask=mask, score=score, return_lse=True)
     gradients = torch.autograd.grad(out.sin().sum() + lse.sum(), given)

@@ -4,6 +4,7 @@ infinities in rows that a query may not see reach nothing of it."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -93,6 +94,25 @@ def test_keys_beyond_the_lengths_reach_nothing() -> None:
         assert not cut[4][:, length:].any()
         agree((*cut[:3], cut[3][:, :length], cut[4][:, :length]), expected)
     assert all(not x[2].any() for i, x in enumerate(ours) if i != 1)
+
+
+def test_a_score_without_a_derivative_at_0_reaches_no_other_document() -> None:
+    """Dropped pairs have score 0, where the derivative of this score is infinite."""
+    given, ids = inputs(1, 2, 24, 8), torch.arange(24) // 9
+    root = tilegen.score(lambda s, b, h, q, k: s.abs().sqrt())
+    ours = differentiated(
+        lambda *x: tilegen.attention(*x, mask=documents(ids), score=root, return_lse=True), given
+    )
+    for i in range(3):
+        q, k, v, dout = (x[0][:, ids == i].double() for x in given)
+
+        def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+            s = (q @ k.mT * 8**-0.5).abs().sqrt()
+            return torch.softmax(s, -1) @ v, s.logsumexp(-1)
+
+        for left, right in zip(ours, differentiated(run, [q, k, v, dout]), strict=True):
+            # Derivatives near 0 are large, and so are the rounding errors that they multiply.
+            torch.testing.assert_close(left[0][:, ids == i].double(), right, atol=1e-3, rtol=1e-3)
 
 
 def test_other_masks_are_as_in_pytorch() -> None:

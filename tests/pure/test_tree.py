@@ -138,6 +138,8 @@ def test_lengths_say_where_the_tree_lies() -> None:
     q = torch.randn(3, 4, 6, 16, generator=generator)
     k, v = torch.randn(2, 3, 2, 40, 16, generator=generator)
     lengths = [40, 11, 6]
+    for i, length in enumerate(lengths):
+        k[i, :, length:], v[i, :, length:] = float("nan"), float("inf")
     out = tilegen.attention(q, k, v, mask=tilegen.tree(PARENTS, lengths))
     for i, length in enumerate(lengths):
         part = slice(i, i + 1)
