@@ -197,14 +197,18 @@ def test_a_job_that_cannot_be_done_is_passed_over(
     assert "no inputs for it" in caplog.text
 
 
-def test_trials_of_tuning_alone_are_taken_over(storage: Any, tmp_path: Path) -> None:
-    first = Machine(tmp_path)
+def test_trials_of_tuning_alone_are_taken_over(
+    storage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = Machine(tmp_path), Machine(tmp_path)
+    monkeypatch.setattr("tilegen.fleet.worker.this_machine", lambda: "aa")
     worker(open_storage(f"journal:{tmp_path}/other.journal"), first).run([JOB])
-    second = Machine(tmp_path)
-    published = worker(storage, second).run([JOB])
+    monkeypatch.setattr("tilegen.fleet.worker.this_machine", lambda: "bb")
+    record = worker(storage, second).run([JOB])[JOB]
     assert len(first._replay.measured) == 4
     assert second._replay.measured == []
-    assert published[JOB] is not None
+    assert record is not None
+    assert record.source == "aa", "the machine that measured, not the one that publishes"
 
 
 def test_winners_are_published_to_a_shared_store_once_and_to_every_own_one(

@@ -116,6 +116,17 @@ RULE: dict[str, tuple[list[TuningRecord], int, str]] = {
         "equal measurements (401 us, the other 400 us): most machines chose it, "
         "or it is first in order",
     ),
+    "no majority by copies of a measurement": (
+        [
+            record(config=CONFIGS[0], measurement=timed(400.0, 0.01), source="aa"),
+            record(config=CONFIGS[2], measurement=timed(402.0, 0.01), source="bb"),
+            record(config=CONFIGS[2], measurement=timed(402.0, 0.01), source="cc"),
+            record(config=CONFIGS[2], measurement=timed(402.0, 0.01), source="dd"),
+        ],
+        0,
+        "equal measurements (400 us, the other 402 us): most machines chose it, "
+        "or it is first in order",
+    ),
     "no majority of slower ones": (
         [
             record(config=CONFIGS[0], measurement=timed(400.0, 0.01), source="aa"),

@@ -87,12 +87,24 @@ def test_invalid_files_of_this_tilegen_are_broken() -> None:
         assert type(caught.value) is InvalidRecord, caught.value
 
 
+def line_of(**changes: Any) -> dict[str, Any]:
+    """Return a line of trials, with some values of this tilegen's changed."""
+    trial = Trial(config=RECORD.config, measurement=RECORD.measurement, date=RECORD.date)
+    return trial_line(trial, CONDITIONS) | changes
+
+
+LINE = line_of()
+WRITTEN = {"versions": {"tilegen": NEWER, "torch": "9", "cuda": "19"}}
+LINES: dict[str, dict[str, Any]] = {
+    "a knob": line_of(config=LINE["config"] | {"cluster": 2}),
+    "a size": line_of(config=LINE["config"] | {"block_m": 512}, **WRITTEN),
+    "a status": line_of(measurement=LINE["measurement"] | {"status": "sampled"}, **WRITTEN),
+    "a form of dates": line_of(date="2026-11-24T10:00:00.125Z", **WRITTEN),
+}
+
+
 def test_lines_of_trials_with_a_newer_knob_are_kept(tmp_path: Path) -> None:
-    known = trial_line(
-        Trial(config=RECORD.config, measurement=RECORD.measurement, date=RECORD.date), CONDITIONS
-    )
-    newer = json.dumps(known | {"config": known["config"] | {"cluster": 2}}).encode()
-    old = json.dumps(known).encode()
+    newer, old = json.dumps(LINES["a knob"]).encode(), json.dumps(LINE).encode()
     joined = join_trials([b"{torn\n" + newer, old], "fwd")
     assert joined.splitlines() == [newer, old]
     assert join_trials([joined, old, newer], "fwd") == joined
@@ -102,14 +114,11 @@ def test_lines_of_trials_with_a_newer_knob_are_kept(tmp_path: Path) -> None:
     assert (tmp_path / name).read_bytes() == joined
 
 
-def test_a_newer_line_stops_no_export_and_is_in_order(tmp_path: Path) -> None:
-    known = trial_line(
-        Trial(config=RECORD.config, measurement=RECORD.measurement, date=RECORD.date), CONDITIONS
-    )
-    newer = json.dumps(known | {"config": known["config"] | {"cluster": 2}})
-    name, stores = str(trials_path("h200", "fwd", PROBLEM)), []
-    for store, lines in (("both", [newer, json.dumps(known)]), ("newer", [newer])):
-        file = tmp_path / store / name
+@pytest.mark.parametrize("name", LINES)
+def test_a_newer_line_stops_no_export_and_is_in_order(tmp_path: Path, name: str) -> None:
+    newer, path, stores = json.dumps(LINES[name]), str(trials_path("h200", "fwd", PROBLEM)), []
+    for store, lines in (("both", [newer, json.dumps(LINE)]), ("newer", [newer])):
+        file = tmp_path / store / path
         file.parent.mkdir(parents=True)
         file.write_text("".join(f"{line}\n" for line in lines))
         stores.append(own(tmp_path / store))
@@ -120,7 +129,37 @@ def test_a_newer_line_stops_no_export_and_is_in_order(tmp_path: Path) -> None:
         assert moved.action == "added"
         target = own(tmp_path / f"{store} again")
         assert [one.action for one in import_(exported, target)] == ["added"]
-        assert (tmp_path / f"{store} again" / name).read_bytes() == file.read_bytes()
+        assert (tmp_path / f"{store} again" / path).read_bytes() == file.read_bytes()
+
+
+def test_newer_lines_without_a_readable_problem_stop_no_export(tmp_path: Path) -> None:
+    conditions = {name: value for name, value in LINE["conditions"].items() if name != "driver"}
+    newer = json.dumps(line_of(conditions=conditions, **WRITTEN))
+    for kernel, lines in (("fwd", [newer, json.dumps(LINE)]), ("bwd_dq", [newer])):
+        file = tmp_path / "own" / trials_path("h200", kernel, PROBLEM)
+        file.parent.mkdir(parents=True)
+        file.write_text("".join(f"{line}\n" for line in lines))
+    assert [one.trouble for one in check([own(tmp_path / "own")])] == ["", ""]
+    moved = {
+        one.file.split("/")[-2]: one for one in export([own(tmp_path / "own")], tmp_path / "x")
+    }
+    assert moved["fwd"].action == "added"
+    assert moved["bwd_dq"].action == "refused"
+    assert "use the tilegen that wrote them" in moved["bwd_dq"].reason
+    assert [one.action for one in import_(tmp_path / "x", own(tmp_path / "again"))] == ["added"]
+    copied = tmp_path / "again" / trials_path("h200", "fwd", PROBLEM)
+    assert copied.read_text() == f"{newer}\n{json.dumps(LINE)}\n"
+
+
+def test_bad_lines_of_this_tilegen_are_not_in_order(tmp_path: Path) -> None:
+    file = tmp_path / trials_path("h200", "fwd", PROBLEM)
+    file.parent.mkdir(parents=True)
+    size = LINE["config"] | {"block_m": 512}
+    here = {"versions": WRITTEN["versions"] | {"tilegen": tilegen.__version__}}
+    for line in (line_of(config=size), line_of(config=size, **here)):
+        file.write_text(json.dumps(line) + "\n")
+        (checked,) = check([own(tmp_path)])
+        assert checked.trouble.startswith("1 lines are not trials, first line 1: config: ")
 
 
 def test_records_that_name_a_version_more_are_read() -> None:

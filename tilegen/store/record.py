@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import re
+from collections.abc import Generator
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import lru_cache
@@ -162,12 +164,8 @@ class TuningRecord:
         fields = parse_json(text)
         if (schema := fields.integer("schema", 1, 2**31)) != SCHEMA:
             raise OtherSchema(f"schema must be {SCHEMA}, got {schema}")
-        try:
+        with naming_newer(fields):
             return cls._from(fields)
-        except InvalidRecord as error:
-            if isinstance(error, OtherSchema) or not (other := _other_writer(fields)):
-                raise
-            raise OtherSchema(f"{error}; it was written with {other}") from None
 
     @classmethod
     def _from(cls, fields: Fields) -> TuningRecord:
@@ -337,6 +335,17 @@ def versions_of(fields: Fields) -> Versions:
         field.name: fields.text(field.name, longest=80) for field in dataclasses.fields(Versions)
     }
     return Versions(**values)
+
+
+@contextlib.contextmanager
+def naming_newer(fields: Fields) -> Generator[None, None, None]:
+    """Turn InvalidRecord into OtherSchema if a newer tilegen wrote the record or line of trials."""
+    try:
+        yield
+    except InvalidRecord as error:
+        if isinstance(error, OtherSchema) or not (other := _other_writer(fields)):
+            raise
+        raise OtherSchema(f"{error}; it was written with {other}") from None
 
 
 def _other_writer(fields: Fields) -> str:

@@ -21,7 +21,7 @@ from tilegen.store.listing import list_records
 from tilegen.store.lookup import OtherTilegen, save
 from tilegen.store.places import Location
 from tilegen.store.reach import Unreachable
-from tilegen.store.record import TuningRecord, gpu_of, kernel_of, problem_of, slug
+from tilegen.store.record import OtherSchema, TuningRecord, gpu_of, kernel_of, problem_of, slug
 from tilegen.store.trials import (
     MAX_TRIALS_BYTES,
     Entry,
@@ -196,11 +196,13 @@ def export(
     lines: list[Any] = [{"record": json.loads(records[name].to_json())} for name in sorted(records)]
     for source in sources:
         for name, data in _trials(source, wanted):
-            if isinstance(data, TilegenError):
-                moved.append(
-                    Moved(file=source.address(name), action="refused", reason=one_line(data))
-                )
-            elif entries := _exports_of(name, data):
+            try:
+                entries = _exports_of(name, data)
+            except TilegenError as error:
+                reason = one_line(error)
+                moved.append(Moved(file=source.address(name), action="refused", reason=reason))
+                continue
+            if entries:
                 lines += entries
                 moved.append(Moved(file=source.address(name), action="added"))
     lines.insert(0, {"tilegen_export": EXPORT, "lines": len(lines) + 1})
@@ -266,14 +268,30 @@ def _import_line(line: bytes, target: Location, dry_run: bool) -> Iterator[Moved
         yield put_trials(str(trials_path(gpu, kernel, problem)), contents, target, dry_run=dry_run)
 
 
-def _exports_of(name: str, data: bytes) -> list[dict[str, Any]]:
-    """Convert a file of trials to lines of an export, of at most TRIALS_OF_A_LINE trials each."""
+def _exports_of(name: str, data: bytes | TilegenError) -> list[dict[str, Any]]:
+    """Convert a file of trials to lines of an export, of at most TRIALS_OF_A_LINE trials each.
+
+    Raises the error of reading the file, and OtherSchema if no line names a problem.
+    """
+    if isinstance(data, TilegenError):
+        raise data
     gpu, kernel = of_trials(name)
     joined = join_trials([data], kernel).splitlines()
-    problem = conditions_of(parse_json(text_of(joined[0]))).problem if joined else ""
+    if not joined:
+        return []
+    problem = _problem_of(joined)
     trials = [json.loads(line) for line in joined]
     parts = [trials[at : at + TRIALS_OF_A_LINE] for at in range(0, len(trials), TRIALS_OF_A_LINE)]
     return [{"gpu": gpu, "kernel": kernel, "problem": problem, "trials": part} for part in parts]
+
+
+def _problem_of(lines: Sequence[bytes]) -> str:
+    """Parse the problem of a file of trials from the first line with readable conditions. Raises
+    OtherSchema."""
+    for line in lines:
+        with contextlib.suppress(InvalidRecord):
+            return conditions_of(parse_json(text_of(line))).problem
+    raise OtherSchema("a newer tilegen wrote all lines; use the tilegen that wrote them")
 
 
 def _trials(source: Location, wanted: Wanted) -> Iterator[tuple[str, bytes | TilegenError]]:

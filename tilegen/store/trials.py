@@ -20,6 +20,7 @@ from tilegen.store.record import (
     date_of,
     measurement_from,
     measurement_values,
+    naming_newer,
     slug,
     source_of,
 )
@@ -133,11 +134,18 @@ def parse_trial(
     line: bytes, kernel: Kernel, only: Conditions | None = None
 ) -> tuple[Trial, Conditions] | None:
     """Parse the trial and the conditions of a line; None if the conditions are not `only`. Raises
-    InvalidRecord."""
+    InvalidRecord; OtherSchema for lines that only a newer tilegen can read."""
     try:
         values = parse_json(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise InvalidRecord(f"expected UTF-8, found {error.reason}") from None
+    with naming_newer(values):
+        return _parsed(values, kernel, only)
+
+
+def _parsed(
+    values: Fields, kernel: Kernel, only: Conditions | None
+) -> tuple[Trial, Conditions] | None:
     conditions = conditions_of(values)
     if only is not None and conditions != only:
         return None
