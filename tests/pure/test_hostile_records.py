@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -355,25 +356,37 @@ def test_location_that_may_not_be_looked_into_is_passed_over(
     assert "locked' cannot be listed: Permission denied" in listed
 
 
+@pytest.mark.parametrize("schema", [1, 2])
 def test_a_file_that_a_writer_repaired_meanwhile_is_not_set_aside(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    schema: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the look at the broken file and its renaming."""
+    """Between the look at the broken file and its renaming, by this tilegen or a newer one."""
     where, file = place(tmp_path, RECORD), tmp_path / RECORD.path
-    good = file.read_bytes()
+    good = json.dumps(json.loads(RECORD.to_json()) | {"schema": schema}).encode()
     file.write_bytes(b"{torn")
     read = places.read
 
     def then_repaired(*arguments: Any, **options: Any) -> bytes | None:
         data = read(*arguments, **options)
-        save(RECORD, location=where)
+        if data == b"{torn":  # once: a later read must not restore the file
+            file.write_bytes(good)
         return data
 
-    with monkeypatch.context() as patch:
-        patch.setattr(places, "read", then_repaired)
-        look_up(TASK, where=[where])
+    monkeypatch.setattr(places, "read", then_repaired)
+    look_up(TASK, where=[where])
     assert file.read_bytes() == good
-    assert look_up(TASK, where=[where]) is not None
+    assert (look_up(TASK, where=[where]) is not None) == (schema == 1)
+
+
+def test_a_broken_file_stays_while_a_writer_has_the_lock(tmp_path: Path) -> None:
+    where, file = place(tmp_path, RECORD), tmp_path / RECORD.path
+    file.write_bytes(b"{torn")
+    with (file.parent / files.LOCK).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert look_up(TASK, where=[where]) is None
+        assert file.exists()
+    look_up(TASK, where=[where])
+    assert not file.exists()
 
 
 def test_set_aside_gives_up_after_a_hundred(tmp_path: Path) -> None:

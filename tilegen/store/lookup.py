@@ -182,10 +182,16 @@ class _Asked:
         except (OtherSchema, Unreadable) as error:  # may be valid, so it is not set aside
             say_once(f"record {file!r} skipped: {one_line(error)}")
         except InvalidRecord as error:
-            aside = places.set_aside(location, path, lambda data: _parsed(text_of(data)))
+            aside = places.set_aside(location, path, _check)
             done = f"set aside as {aside!r}" if aside else "skipped"
             say_once(f"record {file!r} {done}: {one_line(error)}")
         return None
+
+
+def _check(data: bytes) -> None:
+    """Raise InvalidRecord unless this or another tilegen can read a record."""
+    with contextlib.suppress(OtherSchema):
+        _parsed(text_of(data))
 
 
 def like(device: Device) -> list[Device]:
