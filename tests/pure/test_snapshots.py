@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from tests.in_place import WAYS, given
+from tilegen.calls.varlen import packed_mask
 from tilegen.integrations import given as given_masks
-from tilegen.integrations import transformers
-from tilegen.masks import full, snapshots
+from tilegen.masks import predicate, snapshots
 from tilegen.masks.kinds import kind_of_mask
 from tilegen.masks.snapshots import Snapshot, TensorCache
 from tilegen.operators.rebuilding import rebuilt
@@ -148,12 +148,16 @@ def test_masks_of_a_models_tensors_die_with_them(sizes: tuple[int, ...], dtype: 
     assert _dead(make)
 
 
-def test_masks_of_packed_documents_die_with_their_tensors() -> None:
+@pytest.mark.parametrize("watched", ["cu_seqlens", "table"])
+def test_masks_of_packed_documents_die_with_their_tensors(watched: str) -> None:
     def make() -> tuple[torch.Tensor, Any]:
-        cu, query = torch.tensor([0, 5, 9], dtype=torch.int32), torch.zeros(1, 2, 9, 4)
-        masks = [transformers._documents(cu, cu, full(), query) for _ in range(2)]
+        cu, kv = torch.tensor([0, 5, 9], dtype=torch.int32), torch.tensor([0, 4, 8])
+        table = torch.arange(9)
+        inside = predicate(lambda b, h, q, k: table[k] <= q)
+        masks = [packed_mask(cu, other, inside, 9) for other in (cu, cu, kv, kv)]
         assert masks[0] is masks[1]
-        return cu, masks
+        assert masks[2] is masks[3]
+        return cu if watched == "cu_seqlens" else table, masks
 
     assert _dead(make)
 

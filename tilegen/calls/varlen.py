@@ -6,7 +6,6 @@ from typing import Any, cast
 
 import torch
 
-from tilegen.bounded_cache import BoundedCache
 from tilegen.calls.entry import attend, is_watched, refuse_jit
 from tilegen.calls.paged import attention_paged
 from tilegen.errors import InvalidProblem
@@ -16,6 +15,7 @@ from tilegen.masks.made import InDocuments, is_traced
 from tilegen.masks.mask import Mask
 from tilegen.masks.packed import check_cu_seqlens, packed
 from tilegen.masks.score import Score
+from tilegen.masks.snapshots import TensorCache
 from tilegen.masks.values import is_captured, is_checked
 from tilegen.runtime.call import ScoreFunction, autocast, autocast_dtype, check_axes, score_of
 from tilegen.settings import settings
@@ -170,12 +170,19 @@ def attention_jagged(
 def packed_mask(cu_q: torch.Tensor, cu_kv: torch.Tensor, mask: Mask | None, tokens: int) -> Mask:
     """Return the mask of packed documents, cached for the same tensors."""
     if is_traced():
-        return packed(cu_q, cu_kv, mask)
+        return packed(cu_q, cu_kv, mask, tokens=tokens)
     if mask is not None:
         check_mask(mask)
-    key = (id(cu_q), id(cu_kv), mask, tokens.bit_length())
-    # The cache holds the tensors too, so that no other tensor gets their ids.
-    return _masks.get(key, lambda: (packed(cu_q, cu_kv, mask, tokens=tokens), cu_q, cu_kv))[0]
+
+    given = (cu_q,) if cu_kv is cu_q else (cu_q, cu_kv)
+
+    def make() -> Mask:
+        # Aliases: the cache must not keep the tensors alive.
+        aliases = [cu_seqlens.detach() for cu_seqlens in given]
+        return packed(aliases[0], aliases[-1], mask, tokens=tokens)
+
+    return _masks.get((mask, tokens.bit_length()), given, make)
 
 
-_masks: BoundedCache[Any, tuple[Mask, torch.Tensor, torch.Tensor]] = BoundedCache(MAX_MASKS)
+# A mask of packed documents reads the elements at each call.
+_masks: TensorCache[Mask] = TensorCache(MAX_MASKS, elements=False)

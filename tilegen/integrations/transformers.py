@@ -17,15 +17,13 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from tilegen.calls.attention import attention
 from tilegen.calls.flex import from_block_mask
+from tilegen.calls.varlen import packed_mask
 from tilegen.disk import say_once
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.integrations import windows
 from tilegen.integrations.given import is_mask, of_tensor, score_of
 from tilegen.integrations.model_masks import ModelMask, model_mask
-from tilegen.masks.made import is_traced
 from tilegen.masks.mask import Mask, causal, full
-from tilegen.masks.packed import packed
-from tilegen.masks.snapshots import TensorCache
 from tilegen.masks.values import Alignment
 from tilegen.runtime.call import shown
 
@@ -33,8 +31,6 @@ NAME = "tilegen"
 CHOICES = ("indices", "block_indices", "sinks")
 """Arguments that layers of some models pass and that tilegen does not support: keys or blocks that
 an indexer chooses for each query, and logits of each query beside its scores."""
-MAX_MASKS = 64
-"""Masks of packed documents cached for further layers of a forward."""
 
 
 def register() -> None:
@@ -180,20 +176,7 @@ def _documents(cu_q: Any, cu_kv: Any, inside: Mask, query: torch.Tensor) -> Mask
             "expected one row of packed documents beside cu_seq_lens_q, got a batch of "
             f"{query.shape[0]}"
         )
-    tokens = query.shape[2]
-    if is_traced():
-        return packed(cu_q, cu_kv, inside, tokens=tokens)
-
-    def make() -> Mask:
-        alias_q = cu_q.detach()
-        alias_kv = alias_q if cu_kv is cu_q else cu_kv.detach()
-        return packed(alias_q, alias_kv, inside, tokens=tokens)
-
-    return _masks.get((inside, tokens.bit_length()), (cu_q, cu_kv), make)
-
-
-# A mask of packed documents reads the elements at each call.
-_masks: TensorCache[Mask] = TensorCache(MAX_MASKS, elements=False)
+    return packed_mask(cu_q, cu_kv, inside, query.shape[2])
 
 
 def _warn_of_lost_documents(
