@@ -81,7 +81,7 @@ def wall_seconds(storage: str, workers: int, seconds: float) -> float:
         jobs = recordings(folder / "recorded", seconds)
         with mock.patch.object(time, "sleep"):  # a worker that imports and works out everything
             warm = folder / "warm"
-            _work("sqlite:///:memory:", folder / "recorded", warm, jobs)
+            _work(f"sqlite:///{folder}/warm.db", folder / "recorded", warm, jobs)
         with contextlib.suppress(ImportError):
             __import__("psycopg")
         __import__("optuna.storages.journal")

@@ -81,7 +81,7 @@ def warm_up(folder: Path) -> None:
         importlib.import_module("psycopg")
     importlib.import_module("optuna.storages.journal")
     os.environ["TILEGEN_CACHE_DIR"] = str(folder)
-    Worker(open_storage("sqlite:///:memory:"), Machine(folder), trials=1).run([JOB])
+    Worker(open_storage(f"sqlite:///{folder}/warm.db"), Machine(folder), trials=1).run([JOB])
 
 
 def main(storage: str, folder: Path, workers: int, victims: int, seconds: float) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import pwd
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
@@ -48,6 +49,13 @@ class Server:
     def stop(self) -> None:
         """Stop at once, as a crash would."""
         self.run("pg_ctl", "-D", str(self._data), "-m", "immediate", "-w", "stop")
+
+    def signal(self, number: signal.Signals) -> None:
+        """Signal all processes of the server: SIGSTOP freezes it, SIGCONT lets it go on."""
+        first = (self._data / "postmaster.pid").read_text().split()[0]
+        children = Path(f"/proc/{first}/task/{first}/children").read_text().split()
+        for process in (first, *children):
+            os.kill(int(process), number)
 
     def database(self, name: str) -> str:
         """Make a database and return its URL."""

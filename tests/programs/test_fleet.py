@@ -106,10 +106,11 @@ def test_killed_workers_on_postgres(tmp_path: Path, server: Server) -> None:
     check(storage, tmp_path, codes, range(2, 4))
 
 
+@pytest.mark.parametrize("is_frozen", [False, True])
 def test_a_worker_leaves_a_server_that_is_gone_at_the_first_ctrl_c(
-    tmp_path: Path, server: Server
+    is_frozen: bool, tmp_path: Path, server: Server
 ) -> None:
-    storage = server.database("gone")
+    storage = server.database(f"gone_{is_frozen}".lower())
     worker = warm.start(
         "import logging, signal\nfrom pathlib import Path\n"
         "from tests.fleet_workers import warm_up, work\n"
@@ -121,15 +122,16 @@ def test_a_worker_leaves_a_server_that_is_gone_at_the_first_ctrl_c(
     while len(measured(tmp_path)) < 2:
         assert worker.poll() is None
         time.sleep(0.02)
-    server.stop()
+    server.signal(signal.SIGSTOP) if is_frozen else server.stop()
     try:
         time.sleep(1.5)  # the worker finds out, and waits for the server
         (process,) = {process for _, process in measured(tmp_path)}
         os.kill(process, signal.SIGINT)
         _, err = worker.communicate(timeout=60)
     finally:
-        server.start()
+        server.signal(signal.SIGCONT) if is_frozen else server.start()
     assert err.rstrip().endswith("KeyboardInterrupt")
+    assert "cancel" not in err, "psycopg waits for 10 s before it leaves a query"
 
 
 @pytest.mark.parametrize("wrong", ["no such database", "no such user", "no right"])

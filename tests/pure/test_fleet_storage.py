@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
+import threading
 import time
 from pathlib import Path
 from typing import NoReturn
@@ -14,9 +16,10 @@ from typer.testing import CliRunner
 from tests.fleet_workers import JOB, SPACE
 from tilegen.cli.main import app
 from tilegen.errors import Unsupported
+from tilegen.fleet import storage
 from tilegen.fleet.queue import Queue
 from tilegen.fleet.status import progress
-from tilegen.fleet.storage import open_storage, patiently
+from tilegen.fleet.storage import StorageAway, open_storage, patiently
 
 
 @pytest.fixture(autouse=True)
@@ -113,6 +116,40 @@ def test_a_database_that_cannot_grow_ends_at_once(tmp_path: Path) -> None:
 
         with pytest.raises(Unsupported, match=r"found a full disk there .database or disk is"):
             patiently(call, "sqlite:///trials.db", 600.0)
+
+
+def test_ctrl_c_ends_the_wait_for_a_call_that_handles_it_itself() -> None:
+    """As psycopg does, which waits for a server to cancel the query."""
+    let_go, interrupted = threading.Event(), threading.Event()
+
+    def call() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            let_go.wait()
+        except KeyboardInterrupt:
+            interrupted.set()
+            raise
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            patiently(call, "postgresql://db/tilegen", 600.0)
+    finally:
+        let_go.set()
+        signal.signal(signal.SIGINT, before)
+    assert not interrupted.is_set()
+
+
+def test_a_call_that_does_not_end_is_logged_and_given_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(storage, "SILENT_SECONDS", 0.01)
+    let_go = threading.Event()
+    with pytest.raises(StorageAway, match=r"got for 0 s: a call did not end; start it"):
+        patiently(let_go.wait, "postgresql://db/tilegen", 0.02)
+    let_go.set()
+    (message,) = caplog.messages
+    assert message == ("the storage postgresql://db/tilegen has not answered for 0.01 s; waiting")
 
 
 @pytest.mark.parametrize("form", ["journal:{}", "sqlite:///{}"])

@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import math
 import random
+import threading
 import time
 import warnings
 from collections.abc import Callable, Generator
+from concurrent.futures import wait
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import optuna
 
+from tilegen.compiling.background import Background
 from tilegen.disk import log
 from tilegen.errors import TilegenError, Unsupported
 from tilegen.fleet.faults import in_words, is_operation, lasting, may_pass
@@ -31,6 +34,8 @@ OPENING_SECONDS = 30.0
 """Time limit for the first answer of a storage [seconds]; a wrong address fails by then."""
 PATIENCE_SECONDS = 600.0
 """Time for which workers retry a storage that answered before [seconds]: a restart, an upgrade."""
+SILENT_SECONDS = 10.0
+"""Time after which a call without an answer is logged [seconds]."""
 LONGEST_PAUSE = 10.0
 """Longest pause between two attempts at a call [seconds]."""
 MAX_LINE = 2**20
@@ -110,8 +115,9 @@ def patiently(
     """
     started, pause, is_logged = time.monotonic(), 0.1, False
     while True:
+        waited = time.monotonic() - started
         try:
-            return call()
+            return _answer(call, where, seconds - waited)
         except Exception as error:
             if trouble := lasting(error, journal):
                 raise StorageBroken(
@@ -131,6 +137,23 @@ def patiently(
         # Random pauses keep workers from retrying all at once when a server comes back.
         time.sleep(pause * random.uniform(0.5, 1))
         pause = min(2 * pause, LONGEST_PAUSE)
+
+
+def _answer(call: Callable[[], Any], where: str, seconds: float) -> Any:
+    """Call a function, and wait for its result for `seconds`. Raises TimeoutError.
+
+    The main thread waits for another thread, so that Ctrl-C ends the wait for a call that hangs:
+    psycopg would first try for 10 s to cancel the query.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return call()
+    with contextlib.closing(Background(1)) as thread:
+        answer = thread.submit(call)
+        if not wait([answer], min(SILENT_SECONDS, seconds)).done:
+            log.warning("the storage %s has not answered for %g s; waiting", where, SILENT_SECONDS)
+            if not wait([answer], seconds - SILENT_SECONDS).done:
+                raise TimeoutError("a call did not end")
+        return answer.result()
 
 
 def open_storage(url: str, *, make: bool = True) -> BaseStorage:
