@@ -19,7 +19,7 @@ def test_reading_a_storage_does_not_create_it(form: str, tmp_path: Path) -> None
     file = tmp_path / "folder" / "trials"
     told = CliRunner().invoke(app, ["fleet", "status", "--storage", form.format(file)])
     assert isinstance(told.exception, Unsupported)
-    assert "found no file there" in str(told.exception)
+    assert "has no file" in str(told.exception)
     assert list(tmp_path.iterdir()) == []
     file.parent.mkdir()
     open_storage(form.format(file))
@@ -48,7 +48,7 @@ def test_an_unreachable_storage_is_retried_but_not_for_ever() -> None:
 
     assert patiently(call, "db", 5.0) == 7
     answers += [OSError("refused")] * 9
-    with pytest.raises(StorageAway, match="the storage db to answer, got for 0 s: refused"):
+    with pytest.raises(StorageAway, match="the storage db has not answered for 0 s: refused"):
         patiently(call, "db", 0.05)
     answers[:] = [ValueError("ours")]
     with pytest.raises(ValueError, match="ours"):
@@ -58,6 +58,8 @@ def test_an_unreachable_storage_is_retried_but_not_for_ever() -> None:
 def test_a_database_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("psycopg")
     monkeypatch.setattr(storages, "OPENING_SECONDS", 0.3)
-    with pytest.raises(StorageAway, match=r"postgresql://me@127\.0\.0\.1:1/x to answer") as caught:
+    with pytest.raises(
+        StorageAway, match=r"postgresql://me@127\.0\.0\.1:1/x has not answered"
+    ) as caught:
         open_storage("postgresql://me:secret@127.0.0.1:1/x")
     assert "secret" not in str(caught.value)

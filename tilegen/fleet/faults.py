@@ -16,7 +16,7 @@ from tilegen.tuning.measure import one_line
 
 ANOTHER = "name another with --storage"
 LASTING: dict[int, str] = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), f"free some, or {ANOTHER}"),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), f"free some space, or {ANOTHER}"),
     errno.EFBIG: f"raise the limit (ulimit -f), or {ANOTHER}",
     **dict.fromkeys(
         (
@@ -28,10 +28,10 @@ LASTING: dict[int, str] = {
 }
 """System errors that last, each with advice. Other system errors may be a network's, and pass."""
 SQLITE = {
-    **dict.fromkeys(("SQLITE_NOTADB", "SQLITE_CORRUPT", "SQLITE_CANTOPEN"), "no SQLite database"),
-    "SQLITE_READONLY": "a database that cannot be written to",
-    "SQLITE_FULL": "a full disk",
-    "SQLITE_PERM": "a database that nobody here may open",
+    **dict.fromkeys(("SQLITE_NOTADB", "SQLITE_CORRUPT"), "the file is not a SQLite database"),
+    **dict.fromkeys(("SQLITE_CANTOPEN", "SQLITE_PERM"), "the database cannot be opened"),
+    "SQLITE_READONLY": "the database cannot be written",
+    "SQLITE_FULL": "the disk is full",
 }
 POSTGRES = ("3D", "28", "42501", "53100")
 """Prefixes of PostgreSQL's error codes: no database, login refused, no permission, disk full."""
@@ -67,16 +67,16 @@ def lasting(error: Exception, journal: Path | None) -> str:
         code = str(getattr(cause, "sqlite_errorname", ""))
         for start, trouble in SQLITE.items():
             if code.startswith(start):
-                return f"found {trouble} there ({cause}); {ANOTHER}"
+                return f"{trouble} ({cause}); {ANOTHER}"
         state = str(getattr(cause, "sqlstate", None) or "")
         if state.startswith(POSTGRES) or (
             type(cause).__module__.startswith("psycopg") and NOT_LET_IN.search(str(cause))
         ):
-            return f"got {one_line(str(cause))}; put that right, or {ANOTHER}"
+            return f"{one_line(str(cause))}; correct the URL or the server, or {ANOTHER}"
         if isinstance(cause, OSError) and cause.errno in LASTING:
             file = cause.filename or journal
             named = f"{str(file)!r}: " if file else ""
-            return f"got {named}{cause.strerror}; {LASTING[cause.errno]}"
+            return f"{named}{cause.strerror}; {LASTING[cause.errno]}"
     return ""
 
 
@@ -112,6 +112,6 @@ def _flaw(journal: Path) -> str:
     if not broken or (broken == [len(verdicts)] and verdicts[-1] is None):
         return ""
     return (
-        f"line {broken[0]} is no operation of a study: keep the lines before it "
-        f"(head -n {broken[0] - 1}), or name a new file, in which the studies begin anew"
+        f"line {broken[0]} is not an operation of a study; keep only the lines before it "
+        f"(head -n {broken[0] - 1}), or name a new file with --storage to start over"
     )

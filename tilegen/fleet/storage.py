@@ -120,16 +120,14 @@ def patiently(
             return _answer(call, where, seconds - waited)
         except Exception as error:
             if trouble := lasting(error, journal):
-                raise StorageBroken(
-                    f"expected the storage {where} to be in order; {trouble}"
-                ) from error
+                raise StorageBroken(f"cannot use the storage {where}: {trouble}") from error
             if not may_pass(error):
                 raise
             waited = time.monotonic() - started
             if waited + pause > seconds:
                 raise StorageAway(
-                    f"expected the storage {where} to answer, got for {waited:.0f} s: "
-                    f"{in_words(error)}; start it, or name another with --storage"
+                    f"the storage {where} has not answered for {waited:.0f} s: {in_words(error)}; "
+                    "start it, or name another with --storage"
                 ) from error
             if not is_logged and waited > 1:
                 log.warning("the storage %s does not answer; trying again", where)
@@ -172,8 +170,7 @@ def open_storage(url: str, *, make: bool = True) -> BaseStorage:
     file = Path(rest[3:].partition("?")[0]) if scheme == "sqlite" and rest[3:] else journal
     if file and not make and not _is_there(file):
         raise Unsupported(
-            f"expected the storage {where}, found no file there; check how it is spelt, and "
-            "whether it is mounted"
+            f"the storage {where} has no file; check how it is spelt, and whether it is mounted"
         )
     try:
         with warnings.catch_warnings():
@@ -219,14 +216,15 @@ def _journal(file: Path) -> BaseStorage:
     file.parent.mkdir(parents=True, exist_ok=True)
     if file.exists():
         if not file.is_file():
-            raise Unsupported(f"expected a file for a journal at {str(file)!r}, found none")
+            raise Unsupported(
+                f"{str(file)!r} is not a regular file; name another file with --storage"
+            )
         # Optuna takes any unreadable first line for a line that was cut, whatever the file is.
         with file.open("rb") as lines:
             first = lines.readline(MAX_LINE)
         if first and not (is_operation(first) if first.endswith(b"\n") else first[:1] == b"{"):
             raise Unsupported(
-                f"expected a journal of Optuna's at {str(file)!r}, found something else; "
-                "name another file with --storage"
+                f"{str(file)!r} is not a journal of Optuna's; name another file with --storage"
             )
     lock = JournalFileSymlinkLock(str(file), grace_period=LOCK_SECONDS)
     return JournalStorage(JournalFileBackend(str(file), lock_obj=lock))

@@ -182,7 +182,7 @@ class Worker:
             is_late.set()
         if left := len(claims) - len(released):
             log.warning(
-                "%d of %s not given back: other workers take them after %g s of silence",
+                "%d of %s could not be given back; other workers take over after %g s of silence",
                 *(left, many, self._stale),
             )
 
