@@ -103,23 +103,32 @@ def test_a_terminated_worker_does_not_wait_for_its_storage(
     )
 
 
-def test_a_worker_whose_journal_takes_no_more_ends_with_the_reason(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "form, limit, reason",
+    [
+        ("journal:{}", 2000, "trials': File too large; raise the limit"),
+        ("sqlite:///{}", 20000, "the database cannot grow (disk I/O error)"),
+    ],
+)
+def test_a_worker_whose_storage_takes_no_more_ends_with_the_reason(
+    form: str, limit: int, reason: str, tmp_path: Path
+) -> None:
     """The limit of a file's size stands for a full disk, which no right is needed for."""
     recorder = Recorder(tmp_path / "one.jsonl", new_session(JOB.gpu, "fwd", PROBLEM, 8))
     for config in SPACE[:8]:
         recorder.append(Trial(config=config, measurement=Replay().timings[config]))
-    command = ["tilegen", "worker", "--storage", f"journal:{tmp_path}/trials.journal"]
+    command = ["tilegen", "worker", "--storage", form.format(tmp_path / "trials")]
     command += ["--catalog", PROBLEM.key, "--replay", str(tmp_path)]
     process = warm.start(
         "import resource, sys\nfrom tilegen.cli.main import main\n"
         "sys.dont_write_bytecode = True\n"  # else modules are kept, cut off at the limit
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))\n"
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
         f"sys.argv = {command!r}\nmain()",
         env={**os.environ, "TILEGEN_CACHE_DIR": str(tmp_path / "own")},
     )
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (1, "")
-    assert "trials.journal': File too large; raise the limit" in err
+    assert reason in err
     assert "trying again" not in err
 
 

@@ -32,6 +32,8 @@ SQLITE = {
     **dict.fromkeys(("SQLITE_CANTOPEN", "SQLITE_PERM"), "the database cannot be opened"),
     "SQLITE_READONLY": "the database cannot be written",
     "SQLITE_FULL": "the disk is full",
+    # SQLite's name for a full quota and for the limit of a file's size.
+    "SQLITE_IOERR_WRITE": "the database cannot grow",
 }
 POSTGRES = ("3D", "28", "42501", "53100")
 """Prefixes of PostgreSQL's error codes: no database, login refused, no permission, disk full."""
