@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import tilegen
 from benchmarks.recordings import Recording, read
 from tilegen import pipeline
 from tilegen.choose.on_cpu import (
@@ -21,8 +22,9 @@ from tilegen.choose.on_cpu import (
     tuned_space,
 )
 from tilegen.cpus.spec import catalogue, cpu
+from tilegen.errors import Unsupported
 from tilegen.kernels.config import TileConfig
-from tilegen.kernels.registry import check_config
+from tilegen.kernels.registry import KERNELS, check_config
 from tilegen.model.cpu_time import TERMS, idle_factor, seconds_of, weighted
 from tilegen.problem import AttentionProblem
 from tilegen.task import KernelTask
@@ -128,6 +130,17 @@ def test_heads_of_a_group_share_keys_if_queries_are_few_and_keys_many(
 ) -> None:
     problem = AttentionProblem.parse(text)
     assert family_on_cpu(problem, "forward").name == family
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("mask", ["causal", "keep(k<0)"])
+def test_every_kernel_has_a_tile_or_a_reason(kernel: str, mask: str) -> None:
+    problem = f"hq2 hkv1 q64 d320 bf16 {mask}"
+    if KERNELS[kernel].sliced or kernel in ("bwd_dkdv_split", "bwd_dq_split", "bwd_dkdv_sum"):
+        with pytest.raises(Unsupported, match="no call on a processor launches "):
+            tilegen.propose(problem, "cpu", kernel=kernel)
+    else:
+        assert tilegen.propose(problem, "cpu", kernel=kernel)
 
 
 def test_few_programs_leave_threads_idle() -> None:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from tilegen.cpu.choice import config_by_rule, family_by_rule
 from tilegen.errors import Unsupported
 from tilegen.kernels.config import TileConfig
+from tilegen.kernels.registry import check_config
 from tilegen.kernels.spec import Direction, FamilySpec
 from tilegen.model.cpu_time import LAUNCH_SECONDS, TERMS, idle_factor, seconds_of, weighted
 from tilegen.model.estimate import Candidate, CostEstimate
@@ -34,8 +35,16 @@ def family_on_cpu(problem: AttentionProblem, direction: Direction) -> FamilySpec
 
 
 def usual_config(task: KernelTask) -> TileConfig:
-    """Choose the tile of a kernel by rules, without the model."""
-    return config_by_rule(task.problem.bucket, task.kernel)
+    """Choose the tile of a kernel by rules, without the model. Raises Unsupported for kernels that
+    no call on a processor launches."""
+    config = config_by_rule(task.problem.bucket, task.kernel)
+    try:
+        check_config(config, task.kernel)
+    except Unsupported as error:
+        raise Unsupported(
+            f"no call on a processor launches {task.kernel}: {error}; leave the kernel out"
+        ) from None
+    return config
 
 
 def space(task: KernelTask) -> list[TileConfig]:
