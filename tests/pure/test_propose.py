@@ -12,6 +12,7 @@ from tilegen.choose import ranker
 from tilegen.choose.families import kernels_of
 from tilegen.choose.ranker import by_lower_bound, estimate, propose, search_space
 from tilegen.choose.search_space import all_configs
+from tilegen.cli.candidates import table
 from tilegen.disk import say_once
 from tilegen.errors import Unsupported
 from tilegen.explaining.explanation import explain_all
@@ -112,6 +113,17 @@ def test_masks_that_keep_no_pair(head_dim: int | str) -> None:
     assert "times the lower bound of the pass" in "\n".join(lines_of_all(told, with_passes=True))
     for kernel, item in choose(problem, gpu("h200")).items():
         assert item.ranked.candidates[0].reason, kernel
+
+
+@pytest.mark.parametrize("kernel", ["fwd_scores", "bwd_scores"])
+def test_kernels_of_intermediates_have_no_bound_if_no_pair_is_kept(kernel: Kernel) -> None:
+    problem, spec = PARSE("b2 hq4 hkv2 q1024 kv1024 d320 bf16 keep(k<0)"), gpu("h200")
+    (told,) = explain_all(problem, spec, (kernel,), by_model=True)
+    assert told.bound.bytes == 0
+    assert told.bound.ratio is None
+    assert lines_of_all((told,), with_passes=True)
+    header, row, *_ = table(propose(KernelTask.of(kernel, problem, spec))[:1])
+    assert row[: header.index("x bound") + 7].endswith(" -")
 
 
 def test_less_fast_memory_means_smaller_tiles() -> None:
