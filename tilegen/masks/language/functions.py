@@ -1,4 +1,4 @@
-"""Functions of numbers beyond arithmetic: powers, remainders, bits, and those of one float."""
+"""Functions of numbers beyond arithmetic: powers, bits, and those of one float."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from tilegen.masks.language.algebra import (
     both,
     divide,
     either,
-    floor,
     multiply,
     number,
     opposite,
     promoted,
     real,
-    subtract,
 )
 from tilegen.masks.language.expr import ONE, Expr, const
 
@@ -62,14 +60,6 @@ def general_power(base: Expr, exponent: Expr) -> Expr:
             f"expected a base that is never negative or a constant exponent, got {base}**{exponent}"
         )
     return Expr("pow", base.dtype, (base, exponent))
-
-
-def remainder(left: Any, right: Any) -> Expr:
-    """Return left modulo right, with right's sign; 0 for an integer modulo 0."""
-    top, below = promoted(left, right)
-    if top.is_int:
-        return integers.remainder(top, below)
-    return subtract(top, multiply(below, floor(divide(top, below))))
 
 
 def sign(value: Any) -> Expr:
@@ -116,4 +106,4 @@ def exclusive_or(left: Any, right: Any) -> Expr:
     return either(both(left, opposite(right)), both(opposite(left), right))
 
 
-nodes.OPERATORS.update({"mod": remainder, "pow": power})
+nodes.OPERATORS.update({"pow": power})

@@ -42,9 +42,9 @@ from tilegen.masks.language.functions import (
     elementary,
     exclusive_or,
     power,
-    remainder,
     sign,
 )
+from tilegen.masks.language.remainders import remainder, truncated_remainder, whole_quotient
 
 
 def condition(value: Any, function: str) -> Expr:
@@ -111,7 +111,7 @@ def fmod(input: Any, other: Any) -> Any:
     left, right = number(input), number(other)
     if left.is_int and right.is_int:
         return subtract(left, multiply(right, _towards_zero(left, right)))
-    return subtract(left, multiply(right, truncated(divide(left, right))))
+    return truncated_remainder(left, right)
 
 
 def _towards_zero(left: Expr, right: Expr) -> Expr:
@@ -127,12 +127,15 @@ def divided(input: Any, other: Any, *, rounding_mode: str | None = None) -> Any:
         case None:
             return divide(input, other)
         case "floor":
-            return floor_divide(input, other)
+            return whole_quotient(input, other)
         case "trunc":
             left, right = number(input), number(other)
             if left.is_int and right.is_int:
                 return _towards_zero(left, right)
-            return truncated(divide(left, right))
+            quotient = divide(left, right)
+            if left.dtype == right.dtype and not right.is_const:
+                quotient = cast(quotient, left.dtype)  # which PyTorch rounds to 16 bits before
+            return truncated(quotient)
         case _:
             raise Unsupported(f"expected rounding_mode None, floor or trunc, got {rounding_mode!r}")
 
@@ -264,7 +267,7 @@ _OTHER: dict[str, Callable[..., Any]] = {
     "rsub": lambda input, other, *, alpha=1: _subtracted(other, input, alpha=alpha),
     "pow float_power": lambda input, exponent: power(input, exponent),
     "div divide": divided,
-    "floordiv floor_divide": lambda input, other: floor_divide(input, other),
+    "floordiv floor_divide": lambda input, other: whole_quotient(input, other),
     "remainder mod": lambda input, other: remainder(input, other),
     "fmod": fmod,
     "eq": lambda input, other: equal(input, other),

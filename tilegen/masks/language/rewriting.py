@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tilegen.masks.language import algebra, functions
+from tilegen.masks.language import algebra, functions, remainders
 from tilegen.masks.language.expr import ELEMENT_OF_KIND, Expr, slot_of
 from tilegen.masks.language.integers import BITS
 
@@ -14,7 +14,7 @@ _MADE: dict[str, Any] = {
     "div": algebra.divide,
     "pow": functions.general_power,
     "floordiv": algebra.floor_divide,
-    "mod": functions.remainder,
+    "mod": remainders.remainder,
     "abs": algebra.absolute,
     "sign": functions.sign,
     "floor": algebra.floor,

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from tilegen.errors import InvalidProblem
-from tilegen.masks.language import algebra, functions
+from tilegen.masks.language import algebra, functions, remainders
 from tilegen.masks.language.algebra import load
 from tilegen.masks.language.expr import FLOATS, INTEGERS, SPELLING, SYMBOLS, Expr, const, slot_of
 from tilegen.masks.language.functions import ELEMENTARY
@@ -183,7 +183,7 @@ def from_text(text: str, kinds: Sequence[str] = ()) -> Expr:
 
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.FloorDiv: algebra.floor_divide,
-    ast.Mod: functions.remainder,
+    ast.Mod: remainders.remainder,
     ast.Pow: functions.power,
 }
 _COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
