@@ -148,7 +148,6 @@ def test_only_the_model_takes_the_lock_of_sympy(monkeypatch: pytest.MonkeyPatch)
 
 def test_threads_trace_call_and_pack_equally() -> None:
     plans.forget()
-    varlen._masks.clear()
     table = torch.rand(2)
     q, cu = torch.randn(1, 2, 40, 16), torch.tensor([0, 13, 40])
 
