@@ -25,6 +25,7 @@ from tilegen.emit.render import render
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import TileConfig
 from tilegen.masks import parse_mask
+from tilegen.masks.snapshots import TensorCache
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import dispatch, plans
 from tilegen.task import KernelTask
@@ -146,7 +147,8 @@ def test_only_the_model_takes_the_lock_of_sympy(monkeypatch: pytest.MonkeyPatch)
         assert taken
 
 
-def test_threads_trace_call_and_pack_equally() -> None:
+def test_threads_trace_call_and_pack_equally(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(varlen, "_masks", TensorCache(varlen.MAX_MASKS, elements=False))
     plans.forget()
     table = torch.rand(2)
     q, cu = torch.randn(1, 2, 40, 16), torch.tensor([0, 13, 40])
