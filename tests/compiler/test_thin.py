@@ -14,8 +14,6 @@ from tilegen.cpu import build, mlir
 from tilegen.cpu.lower import lower
 from tilegen.cpu.target import TARGETS as ALL
 from tilegen.cpu.target import Target
-from tilegen.cpu.thin_rows import INTO_L1 as L1
-from tilegen.cpu.thin_rows import INTO_L2 as L2
 from tilegen.cpu.thin_rows import Rows
 from tilegen.cpu.ttir import ttir_of
 from tilegen.cpus.spec import cpu
@@ -115,9 +113,8 @@ def test_nan_and_infinities_stay_in_their_columns(target: Target) -> None:
     "name, dtype", [*product(("avx512bf16", "avx2", "neonbf16"), ("fp32", "bf16"))]
 )
 def test_decoding_packs_nothing_and_fetches_ahead(name: str, dtype: str) -> None:
-    """A kernel of one query and four heads has no other products; one of pages fetches tiles: into
-    L2 by a table of addresses if pages are smaller than tiles, otherwise as rows lie."""
-    for more, caches, has_table in (("", {L1}, 0), (" page16", {L1, L2}, 0), (" page8", {L2}, 1)):
+    """A kernel of one query and four heads has no other products; one of pages fetches tiles."""
+    for more in ("", " page16"):
         problem = AttentionProblem.parse(f"hq8 hkv2 q1 kv4096 d128 {dtype} full{more}")
         kernel, choice = next(iter(choose(problem, cpu("zen4"), "forward").items()))
         config = choice.config
@@ -125,10 +122,11 @@ def test_decoding_packs_nothing_and_fetches_ahead(name: str, dtype: str) -> None
         source = build.source_of(render(problem, config, kernel))
         ir = lower(mlir.parse(ttir_of(source), source.file), ALL[name]).ir
         assert "@product" not in ir
-        whole_tiles = ir[: ir.index("i32 0, i32 3, i32 1")] if has_table else ir
-        fetched = re.findall(r"call void @llvm.prefetch.*i32 0, i32 (\d), i32 1", whole_tiles)
-        assert {int(cache) for cache in fetched} == caches
-        assert bool(re.search(r"store <\d x ptr>", ir)) == has_table
+        assert "call void @llvm.prefetch" in ir
+        # Rows of pages are fetched into L2, by a table of their addresses.
+        fetched = [line for line in ir.splitlines() if "call void @llvm.prefetch" in line]
+        assert {"i32 0, i32 2, i32 1" in line for line in fetched} >= {bool(more)}
+        assert bool(re.search(r"store <\d x ptr>", ir)) == bool(more)
 
 
 @pytest.mark.parametrize("page", [16, 256])
@@ -149,7 +147,7 @@ def test_pages_are_fetched_an_iteration_before(page: int, monkeypatch: pytest.Mo
     source = build.source_of(render(problem, choice.config, kernel))
     lower(mlir.parse(ttir_of(source), source.file), ALL["avx2"])
     assert all(fetched)
-    assert len(fetched) > 1
+    assert len(fetched) > 8
     assert len(at_once) == 2
 
 

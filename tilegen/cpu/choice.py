@@ -83,10 +83,8 @@ def config_by_rule(problem: AttentionProblem, kernel: Kernel) -> TileConfig:
 def _thin_keys(problem: AttentionProblem, rows: int, usual: int) -> int:
     """Return the keys of a tile with few rows."""
     most = usual
-    if rows > 1:
+    if rows > 1 and not problem.page:
         most = min(most, THIN_BYTES // (problem.head_dim_qk * problem.element_bytes))
-    if problem.page:  # a tile within a page needs a single look-up
-        most = min(most, problem.page)
     return max(size for size in BLOCK_SIZES if size <= max(most, BLOCK_SIZES[0]))
 
 

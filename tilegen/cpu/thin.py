@@ -7,10 +7,6 @@ fetches what comes next (`thin_rows`).
 There are two forms. Of a transposed right operand, as in `q @ trans(k)`, vectors along the rows are
 multiplied and their lanes summed by a tree, for as many results as there are lanes. Rows of any
 other, as in `p @ v`, are multiplied by a weight each.
-
-Loops over rows are not unrolled. Processors predict the next address of each load instruction from
-its last ones, and a row that has its own load instruction is read once a tile: on a Zen 5, loops
-of eight or sixteen unrolled rows took 10 % longer.
 """
 
 from __future__ import annotations
@@ -90,8 +86,7 @@ class ThinProduct:
     def _by_lanes(self) -> None:
         code, lanes = self.code, self.lanes
         depth = self.right.shape[1]
-        per_word = 2 if self.pairs else 1
-        words, elements = depth // per_word, lanes * per_word
+        words = depth // 2 if self.pairs else depth
         unroll = next(n for n in (_UNROLL, 4, 2, 1) if words % (n * lanes) == 0)
         tall = min(self.height, lanes, AT_ONCE)
         width = lanes // tall
@@ -99,30 +94,20 @@ class ThinProduct:
         once = 1 if tall == 1 else min(2, width)
         with code.own_memo(), code.loop(0, self.columns, width) as column:
             for first in range(0, self.height, tall):
-                sums = code.slot(self.vector, lanes)
-                with code.loop(0, width, once) as i:
-                    parts = self._zeros(tall * once)
-                    rows = [code.plus(code.plus(column, i), j) for j in range(once)]
+                sums = self._zeros(lanes)
+                for i in range(0, width, once):
                     with code.loop(0, words, unroll * lanes) as start:
-                        if self.rows.fetches and first == 0:
-                            for row in rows:
-                                self.rows.fetch(row, code.times(start, per_word), unroll * elements)
                         for u in range(unroll):
                             word = code.plus(start, u * lanes)
-                            rights = [self._words(row, word) for row in rows]
+                            rights = [
+                                self._words(code.plus(column, i + j), word, first == 0)
+                                for j in range(once)
+                            ]
                             for r in range(tall):
                                 left = self._left_words(first + r, word)
                                 for j, right in enumerate(rights):
-                                    self._add(parts[r * once + j], left, right)
-                    for r in range(tall):
-                        for j in range(once):
-                            place = code.gep(self.vector, sums, code.plus(i, r * width + j))
-                            part = code.emit(f"load {self.vector}, ptr {parts[r * once + j]}")
-                            code.do(f"store {self.vector} {part}, ptr {place}")
-                totals = [
-                    code.emit(f"load {self.vector}, ptr {code.gep(self.vector, sums, at)}")
-                    for at in range(lanes)
-                ]
+                                    self._add(sums[r * width + i + j], left, right)
+                totals = [code.emit(f"load {self.vector}, ptr {slot}") for slot in sums]
                 self._put_lanes(summed_lanes(code, totals), first, tall, column, width)
 
     def _left_words(self, row: int, word: Index) -> str:
@@ -130,10 +115,12 @@ class ThinProduct:
         at = self.code.gep("float", self.left.pointer, offset)
         return self.code.emit(f"load {self.vector}, ptr {at}, align 4")
 
-    def _words(self, row: Index, word: Index) -> str:
+    def _words(self, row: Index, word: Index, fetches: bool) -> str:
         """Return words along a row of the right operand."""
         code = self.code
         column = code.times(word, 2) if self.pairs else word
+        if fetches and self.rows.fetches:
+            self.rows.fetch(row, column, self.lanes * (2 if self.pairs else 1))
         if not self.pairs:
             return self.rows.elements(row, column, self.lane)
         wide = 1, 2 * self.lanes
@@ -159,8 +146,9 @@ class ThinProduct:
         depth = self.right.shape[0]
         tall = min(self.height, AT_ONCE)
         vectors = self._vectors(tall)
+        unroll = next(n for n in (4, 2, 1) if depth % (n * step) == 0)
         # The tile is read in passes over blocks of columns, and fetched in the order of memory.
-        turns = depth // step
+        turns = depth // (unroll * step)
         passes = self.columns // (vectors * lanes)
         for first in range(0, self.height, tall):
             with code.own_memo(), code.loop(0, passes) as block:
@@ -170,11 +158,13 @@ class ThinProduct:
                     if self.rows.fetches and first == 0:
                         part = code.plus(code.times(block, turns), turn)
                         self.rows.fetch_part(part, passes * turns)
-                    rights = self._rights(code.times(turn, step), column, vectors)
-                    for r, slots in enumerate(sums):
-                        weight = self._weight(first + r, turn)
-                        for slot, right in zip(slots, rights, strict=True):
-                            self._add(slot, weight, right)
+                    for u in range(unroll):
+                        place = code.plus(code.times(turn, unroll), u)
+                        rights = self._rights(code.times(place, step), column, vectors)
+                        for r, slots in enumerate(sums):
+                            weight = self._weight(first + r, place)
+                            for slot, right in zip(slots, rights, strict=True):
+                                self._add(slot, weight, right)
                 for r, slots in enumerate(sums):
                     values = [code.emit(f"load {self.vector}, ptr {slot}") for slot in slots]
                     for v, value in enumerate(self._in_order(values)):
