@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -187,3 +188,20 @@ def test_candidates_say_why() -> None:
     assert cost.terms == weighted(kernel_task.tiled(first.config))
     assert "to and from caches" in first.reason
     assert TERMS[cost.limit] in first.reason
+
+
+def test_predicted_times_of_decoding_are_near_the_measured_times() -> None:
+    text = (Path(__file__).parents[2] / "benchmarks/results/cpu/decode.csv").read_text()
+    rows = [
+        row
+        for row in csv.DictReader(text.splitlines())
+        if (row["provider"], row["threads"]) == ("tilegen", "1")
+    ]
+    assert len(rows) >= 20
+    for row in rows:
+        problem = AttentionProblem.parse(row["problem"]).normal()
+        chosen = pipeline.choose(problem, ZEN5, "forward")
+        before, *_ = (KernelTask.of(kernel, problem, ZEN5) for kernel in chosen)
+        predicted = seconds_of(before.tiled(chosen[before.kernel].config))
+        ratio = 1e3 * predicted / float(row["median_ms"])
+        assert 0.6 < ratio < 1.5, (row["problem"], ratio)
