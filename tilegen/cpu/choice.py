@@ -26,7 +26,7 @@ LEAST_SPLIT = 512
 INVARIANT_SPLIT = 1024
 """Keys of a split where a row's bits must not depend on the lengths in its batch."""
 THIN_ROWS, THIN_BYTES = 8, 8 << 10
-"""Rows of tiles whose products read keys where they lie, and the bytes of keys in such a tile. More
+"""Most rows of tiles that stream fewer keys than others, and the bytes of keys in such a tile. More
 keys took up to 35 % longer on a Zen 5 (benchmarks/results/zen5/exhaustive/fwd_split)."""
 SHARING_QUERIES, KEYS_PER_QUERY = 32, 64
 """Most queries of a head whose keys are packed once for all heads of a group, and the least keys
