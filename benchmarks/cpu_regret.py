@@ -314,9 +314,8 @@ def _table(task: KernelTask) -> Table:
     times = read(path_of(task)).times()
     terms = [terms_of(task.tiled(config)) for config in times]
     known = LAUNCH_SECONDS + np.array([of_tile.pop(UNFITTED) for of_tile in terms])
-    return np.array([[*of_tile.values()] for of_tile in terms]), 1e-6 * np.array(
-        [*times.values()]
-    ) - known
+    fitted = np.array([[*of_tile.values()] for of_tile in terms])
+    return fitted, 1e-6 * np.array([*times.values()]) - known
 
 
 def _least_squares(tables: Sequence[Table]) -> np.ndarray:

@@ -207,7 +207,7 @@ class TileExplanation:
     """The model's first config, with which alternatives are compared."""
     reason: str
     splits: str
-    """How streamed rows are split over programs; empty for kernels without splits."""
+    """The division of the streamed rows among programs. Empty if the kernel has no splits."""
     mask: MaskEffect
     tiles: Visits
     traffic: TrafficFacts

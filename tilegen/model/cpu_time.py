@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from operator import mul, sub
+from operator import mul
 
 from tilegen.cpu.thin import MOST_ROWS as THIN_ROWS
 from tilegen.cpus.spec import CpuSpec
@@ -98,8 +98,8 @@ def first_seconds(tiled: Tiled, spec: CpuSpec) -> float:
     heads = task.heads_q // task.heads_of_group
     streams = min(heads * stream_bytes(tiled), bytes_of(traffic(tiled)))
     levels = levels_of(spec)
-    rates = (levels[place].bandwidth for place in (place_of(streams, spec), source_of(tiled, spec)))
-    return max(0.0, streams * sub(*(1 / rate for rate in rates)))
+    first, later = levels[place_of(streams, spec)], levels[source_of(tiled, spec)]
+    return max(0.0, streams / first.bandwidth - streams / later.bandwidth)
 
 
 def bytes_of(moved: Traffic) -> int:

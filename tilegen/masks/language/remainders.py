@@ -83,7 +83,7 @@ def truncated_remainder(left: Any, right: Any) -> Expr:
 
 
 def _is_inexact(below: Expr) -> bool:
-    """Return whether quotients by a float are rounded: it is no power of two."""
+    """Check whether quotients by a float are rounded: unless the float is a power of two."""
     return not (below.is_const and math.frexp(abs(below.value))[0] == 0.5)
 
 
