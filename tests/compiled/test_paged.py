@@ -266,6 +266,31 @@ def test_bits_do_not_hang_on_batch_padding_chunks_or_pages(mask: str) -> None:
 
 
 @pytest.mark.usefixtures("invariant")
+@pytest.mark.parametrize("tokens, padding", [(70, 7), (70, 58), (64, 64), (131, 1)])
+@pytest.mark.parametrize("mask", ["full", "window", "sinks", "odd", "dilated"])
+def test_bits_do_not_hang_on_padded_keys(mask: str, tokens: int, padding: int) -> None:
+    """Keys alone, cut by `kv_lengths`, and in pages, by masks of one interval, of several, and by
+    lists."""
+    kept = {
+        "full": tilegen.full(),
+        "window": tilegen.sliding_window(20, 0),
+        "sinks": tilegen.causal() & (tilegen.global_tokens(3) | tilegen.sliding_window(20, 0)),
+        "odd": tilegen.causal() & tilegen.predicate(lambda b, h, q, k: k % 2 == 0),
+        "dilated": tilegen.causal() & tilegen.dilated(3),
+    }[mask]
+    k_pages, v_pages = cache(16, 16, 2, (16, 16), torch.float32)
+    q = torch.randn(1, 4, tokens, 16, generator=torch.Generator().manual_seed(3))
+    longer = [x.flatten(0, 1)[: tokens + padding].transpose(0, 1)[None] for x in (k_pages, v_pages)]
+    whole = tilegen.attention(q, *(x[:, :, :tokens] for x in longer), mask=kept)
+    lengths = torch.tensor([tokens])
+    assert torch.equal(tilegen.attention(q, *longer, mask=kept, kv_lengths=lengths), whole)
+    table = torch.arange(16)[None]
+    assert torch.equal(
+        tilegen.attention_paged(q, k_pages, v_pages, table, lengths, mask=kept), whole
+    )
+
+
+@pytest.mark.usefixtures("invariant")
 def test_a_decoding_step_gives_the_row_of_the_prompt() -> None:
     k_pages, v_pages = cache(16, 64, 2, (16, 16), torch.bfloat16)
     q = torch.randn(1, 4, 300, 16, generator=torch.Generator().manual_seed(3)).bfloat16()

@@ -100,21 +100,23 @@ def attention_reference(
     scale: float | None = None,
     dropout: Dropout | None = None,
     entry: int = 0,
+    shared: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute (out, lse) in the dtype of the inputs, differentiably, with memory for all pairs.
 
     A row without kept keys has out 0, lse -inf and zero gradients. lse is that of the weights
     before dropout. `scale` defaults to head_dim_qk ** -0.5. For mask and score, the first batch
     entry has number `entry`. NaN spreads neither between documents nor from keys beyond the lengths
-    of a padded batch. Under other masks a dropped pair counts as in PyTorch: 0 times NaN is NaN.
+    of a padded batch, nor from any dropped key if keys are `shared` by requests, as in the pages of
+    a cache. Under other masks a dropped pair counts as in PyTorch: 0 times NaN is NaN.
     """
     factor: float = q.shape[-1] ** -0.5 if scale is None else scale
-    softmax = softmax_of(q, k, mask, score, factor, entry)
+    softmax = softmax_of(q, k, mask, score, factor, entry, shared=shared)
     weights = softmax.weights
     if dropout is not None:
         weights = weights * dropout.factors(*weights.shape).to(weights)
     rows = for_each_query_head(v, q)
-    if mask is None or not apart(mask):
+    if not shared and (mask is None or not apart(mask)):
         return weights @ rows, softmax.lse
     return kept.weighed(weights, rows, softmax.keep), softmax.lse
 
@@ -142,13 +144,16 @@ def softmax_of(
     score: Score | None,
     scale: float,
     entry: int = 0,
+    *,
+    shared: bool = False,
 ) -> Softmax:
-    """Compute the softmax weights of all pairs and the values they derive from, differentiably. For
-    mask and score, the first batch entry has number `entry`."""
+    """Compute the softmax weights of all pairs and the values they derive from, differentiably. See
+    `attention_reference` for `entry` and `shared`."""
     k = for_each_query_head(k, q)
     mask = full() if mask is None else mask
+    isolated = shared or bool(apart(mask))
     keep = _dense(mask, q, k, entry)
-    changed = scores = (kept.scores(q, k, keep) if apart(mask) else q @ k.mT) * scale
+    changed = scores = (kept.scores(q, k, keep) if isolated else q @ k.mT) * scale
     if score is not None and score.form.changes:
         changed = _changed(score, scores, entry)
     changed = changed.masked_fill(~keep, float("-inf"))
@@ -167,7 +172,7 @@ def softmax_of(
     sums = sums.masked_fill(empty, 1.0)
     lse = (top + sums.log()).masked_fill(empty, float("-inf"))
     weights = weights / sums[..., None]
-    if apart(mask):  # dropped pairs are 0 even in rows whose sum is NaN
+    if isolated:  # dropped pairs are 0 even in rows whose sum is NaN
         weights = weights.masked_fill(~keep, 0.0)
     return Softmax(scores, keep, changed, weights, lse)
 

@@ -39,9 +39,10 @@ from tilegen.kernels.loops import WIDTHS
 from tilegen.kernels.registry import KERNELS, check_config, family_with, tile_heads
 from tilegen.kernels.spec import KernelSpec
 from tilegen.kernels.split_kv import FILLING, usual_tiles
+from tilegen.masks.apart import guard_of
 from tilegen.masks.grouping import heads_of_tiles
 from tilegen.masks.score_source import ScoreSource, score_source
-from tilegen.masks.source import extras, guard_of, keep_source, ranges_source
+from tilegen.masks.source import extras, keep_source, ranges_source
 from tilegen.problem import AttentionProblem
 
 MAX_NAME = 60
@@ -185,7 +186,7 @@ def _context(
         "rows_in_l2": rows_together(problem),
         "heads_per_read": "" if side == "columns" else " * GROUP_SIZE",
         "keep": keep,
-        "guard": guard_of(problem.mask, ranges, side) if spec.masked else "",
+        "guard": guard_of(problem, spec),
         "per_head": side == "columns" and ranges.per_head,
         "needs_head": keep.per_head,
         "arguments": arguments,

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tilegen.kernels.arguments import LISTS, Line
-from tilegen.masks.apart import apart
 from tilegen.masks.language.algebra import conjuncts, less, minimum
 from tilegen.masks.language.expr import FIRST, LAST, SEQLEN_KV, TRUE, B, Expr, H, K
 from tilegen.masks.language.integers import linear
@@ -110,15 +109,6 @@ def keep_source(mask: Mask, side: Side, *, softmax: bool = False) -> Keep:
     atoms = writer.sources({str(i): one for i, one in enumerate(sorted(conditions, key=str))})
     per_head = bool(keep.free & {B, H})
     return Keep(tuple(writer.statements), tuple(sorted(atoms.values())), per_head)
-
-
-def guard_of(mask: Mask, ranges: Ranges, side: Side) -> Literal["", "end", "pairs"]:
-    """Choose how a kernel keeps NaN of dropped pairs from other pairs: by the last key that a
-    tile may see ("end"), by checking each tile ("pairs"), or not at all."""
-    kind = apart(mask)
-    if kind != "keys":
-        return kind
-    return "end" if ranges.form == "single" or side == "columns" else "pairs"
 
 
 def _ended(conditions: Sequence[Expr], *, apart: bool) -> list[Expr]:

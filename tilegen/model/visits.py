@@ -8,6 +8,7 @@ from fractions import Fraction
 import numpy as np
 
 from tilegen.emit.identity import rows_are_aligned, stride_unit
+from tilegen.masks.apart import guard_of
 from tilegen.masks.mask import Side
 from tilegen.masks.tiles.tile_ranges import counted_over, tile_ranges
 from tilegen.masks.tiles.visit import visit
@@ -73,6 +74,8 @@ def visits_of(
         return task.memo.once(key, lambda: _visits(problem, side, block_m, streamed, unit))
 
     counts = counted(block_n)
+    if side == "rows" and guard_of(problem, task.spec) == "end":  # loads no keys outside of these
+        counts = replace(counts, rows=counted(1).tiles)
     if not (split_kv and task.in_order):
         return counts
     if (

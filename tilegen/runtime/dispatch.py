@@ -118,6 +118,8 @@ def _rewritten(
     if is_narrow(q, k, v):
         return _widened, default
     text = changes.score.text if changes.score else ""
+    if settings().batch_invariant:  # as in `AttentionProblem.normal`
+        return None
     if q.ndim and (step := step_of(changes.kind.mask, text, q.shape[0])) > 1:
         problem_of(q, k, v, changes)  # raises if the tensors do not fit together
         return partial(_regrouped, step), default

@@ -178,6 +178,7 @@ def by_request(
             score=changes.score,
             scale=scale,
             entry=i,
+            shared=True,
         )
     return result, lse.as_strided(*views.lse)
 
