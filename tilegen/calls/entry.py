@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
+from torch.overrides import has_torch_function_variadic
 
 from tilegen.errors import TilegenError, Unsupported
 from tilegen.kernels.layout import public_lse
@@ -15,6 +16,7 @@ from tilegen.launch.derivatives import refuse_tangents
 from tilegen.masks.kinds import FULL_MASK
 from tilegen.masks.mask import Mask
 from tilegen.masks.score import Score
+from tilegen.masks.values import check_plain
 from tilegen.runtime.call import ScoreFunction, describe, dropout_of, score_of
 from tilegen.runtime.dispatch import planned
 
@@ -43,6 +45,8 @@ def attend(
     if _is_traced_by_jit():  # tested here too, since a function more takes longer than the test
         refuse_jit()
     try:
+        if has_torch_function_variadic(q, k, v, kv_lengths):
+            check_plain(q=q, k=k, v=v, kv_lengths=kv_lengths)
         if is_watched(q):
             if _transform() is None:  # transforms of torch.func raise an error of their own
                 refuse_tangents(q, k, v)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.overrides import has_torch_function_variadic
 
 from tilegen.calls.entry import attend
 from tilegen.launch.changes import Pages
 from tilegen.masks.mask import Mask
 from tilegen.masks.score import Score
+from tilegen.masks.values import check_plain
 from tilegen.runtime.call import ScoreFunction
 
 
@@ -54,6 +56,9 @@ def attention_paged(
     and q's dtype, is written in place and returned. Raises InvalidProblem or Unsupported, naming
     the call.
     """
+    if has_torch_function_variadic(k_pages, v_pages, block_table, kv_lengths, q_starts, out):
+        check_plain(k_pages=k_pages, v_pages=v_pages, block_table=block_table)
+        check_plain(kv_lengths=kv_lengths, q_starts=q_starts, out=out)
     bounds = max_q_length, max_kv_length
     pages = Pages(block_table, kv_lengths, q_starts, *bounds, layout, out)
     result, lse = attend(q, k_pages, v_pages, mask, score, scale=scale, pages=pages)

@@ -16,8 +16,15 @@ from tilegen.masks.mask import Mask
 from tilegen.masks.packed import check_cu_seqlens, packed
 from tilegen.masks.score import Score
 from tilegen.masks.snapshots import TensorCache
-from tilegen.masks.values import is_captured, is_checked
-from tilegen.runtime.call import ScoreFunction, autocast, autocast_dtype, check_axes, score_of
+from tilegen.masks.values import check_plain, is_captured, is_checked
+from tilegen.runtime.call import (
+    ScoreFunction,
+    autocast,
+    autocast_dtype,
+    check_axes,
+    kind_shown,
+    score_of,
+)
 from tilegen.settings import settings
 
 MAX_MASKS = 64
@@ -55,6 +62,7 @@ def attention_varlen(
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_kv", cu_kv)):
         if not isinstance(x, torch.Tensor):  # only a tensor shows that it was changed in place
             raise InvalidProblem(f"{name} must be a tensor of integers, got {type(x).__name__}")
+        check_plain(**{name: x})
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_axes(name, x, "tokens, heads, head_dim")
     if settings().batch_invariant and not is_watched(q) and not computes_by_torch(q.device):
@@ -136,7 +144,10 @@ def attention_jagged(
     offsets: list[torch.Tensor] = []
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not getattr(x, "is_nested", False) or x.layout != torch.jagged or x.dim() != 4:
-            raise InvalidProblem(f"{name} must be a jagged nested tensor of 4 dimensions")
+            raise InvalidProblem(
+                f"{name} must be a jagged nested tensor of 4 dimensions "
+                f"(layout=torch.jagged), got {kind_shown(x)}"
+            )
         rows = cast("Any", x.transpose(1, 2))  # (batch, ragged, heads, dim)
         if rows.lengths() is not None or rows._ragged_idx != 1:
             raise InvalidProblem(

@@ -13,7 +13,7 @@ from tilegen.masks import score as scores
 from tilegen.masks.made import made_once
 from tilegen.masks.mask import Mask
 from tilegen.masks.score import Score
-from tilegen.masks.values import Alignment
+from tilegen.masks.values import Alignment, check_plain
 from tilegen.runtime.call import shown
 
 
@@ -40,6 +40,7 @@ def score_of(
         raise InvalidProblem(
             f"alibi_slopes must be (heads,) or (batch, heads), got {shown(alibi_slopes)}"
         )
+    check_plain(alibi_slopes=alibi_slopes)
     axes = "h" if alibi_slopes.ndim == 1 else "bh"
     text = _text(0.0 if softcap <= 0 else softcap, axes, alignment)
     return Score(text, (alibi_slopes,), sizes=((0, axes),))

@@ -12,6 +12,7 @@ from tilegen.masks.kinds import check_mask
 from tilegen.masks.made import Chain, InDocuments
 from tilegen.masks.mask import NOT, TYPICAL, Mask, values_of
 from tilegen.masks.score import Score, check_function
+from tilegen.masks.values import check_plain
 
 
 class Crossing:
@@ -34,6 +35,7 @@ class Crossing:
         for i, known in enumerate(self.tensors):
             if known is tensor:
                 return i
+        check_plain(**{"a tensor of the mask, the score or the lengths": tensor})
         self.tensors.append(tensor)
         return len(self.tensors) - 1
 

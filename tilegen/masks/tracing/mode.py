@@ -26,6 +26,7 @@ from tilegen.masks.tracing.derived import Derived
 from tilegen.masks.tracing.fingerprint import looked
 from tilegen.masks.tracing.stand_ins import Table
 from tilegen.masks.tracing.tracer import MAX_ELEMENTS, Tracer, refusal
+from tilegen.masks.values import check_plain
 
 MAX_SESSIONS = 64
 """Traces under way at once, in all threads."""
@@ -124,6 +125,7 @@ class Mode(TorchFunctionMode):
                 )
             slot = _place(self.captured, value)
             if slot is None:
+                check_plain(**{"a tensor that a function reads": value})
                 slot = len(self.captured)
                 self.captured.append(value)
             return ("table", slot, value.dtype, self._sizes(value, indices))
