@@ -7,7 +7,7 @@ from torch.overrides import has_torch_function_variadic
 
 from tilegen.calls.entry import is_watched, refuse_jit
 from tilegen.launch.derivatives import refuse_tangents
-from tilegen.masks.values import check_plain
+from tilegen.masks.plain import check_plain
 from tilegen.runtime.slots import append
 
 

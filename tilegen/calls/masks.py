@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -11,13 +13,14 @@ from tilegen.errors import InvalidProblem
 from tilegen.masks.constructors import from_bool, predicate
 from tilegen.masks.kinds import check_mask
 from tilegen.masks.made import is_traced
-from tilegen.masks.mask import Mask, causal
+from tilegen.masks.mask import Mask, Pending, causal
 from tilegen.masks.notation import parse_mask
+from tilegen.masks.plain import check_plain
 from tilegen.masks.snapshots import TensorCache
 from tilegen.masks.tracing.constant import assume_constant_result
 from tilegen.masks.tracing.fingerprint import Traces
-from tilegen.masks.values import check_plain
 
+GivenMask = Mask | str | torch.Tensor | Callable[[Any, Any, Any, Any], Any]
 MAX_MASKS = 64
 """Masks of bool tensors cached for further layers."""
 
@@ -28,7 +31,7 @@ def as_mask(given: Any) -> Mask:
     if isinstance(given, Mask):
         return given
     if isinstance(given, str):
-        return _of_text(given)
+        return Pending(("notation", _notation(given))) if is_traced() else _of_text(given)
     if isinstance(given, torch.Tensor):
         known = causal_bias(given)
         return _of_bool(given) if known is None else known
@@ -50,17 +53,20 @@ def causal_bias(given: torch.Tensor) -> Mask | None:
     return causal("bottom_right")
 
 
+@assume_constant_result
+def _notation(text: str) -> str:
+    return _of_text(text).notation
+
+
+@lru_cache(1024)
 def _of_text(text: str) -> Mask:
-    mask = parse(text)
+    mask = parse_mask(text)
     if mask.is_stand_in:
         raise InvalidProblem(
             f"mask {text!r} reads tensors, which a text does not hold; pass a mask such as "
             "tilegen.documents(ids), a function or a bool tensor"
         )
     return mask
-
-
-parse = assume_constant_result(parse_mask)
 
 
 def _of_bool(keep: torch.Tensor) -> Mask:

@@ -7,16 +7,17 @@ from typing import Any, cast
 import torch
 
 from tilegen.calls.entry import attend, is_watched, refuse_jit
+from tilegen.calls.masks import GivenMask, as_mask
 from tilegen.calls.paged import attention_paged
 from tilegen.errors import InvalidProblem
 from tilegen.launch.autograd import computes_by_torch, needs_gradients
-from tilegen.masks.kinds import check_mask
 from tilegen.masks.made import InDocuments, is_traced
 from tilegen.masks.mask import Mask
 from tilegen.masks.packed import check_cu_seqlens, packed
+from tilegen.masks.plain import check_plain
 from tilegen.masks.score import Score
 from tilegen.masks.snapshots import TensorCache
-from tilegen.masks.values import check_plain, is_captured, is_checked
+from tilegen.masks.values import is_captured, is_checked
 from tilegen.runtime.call import (
     ScoreFunction,
     autocast,
@@ -38,7 +39,7 @@ def attention_varlen(
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_kv: torch.Tensor | None = None,
     *,
-    mask: Mask | None = None,
+    mask: GivenMask | None = None,
     score: Score | ScoreFunction | None = None,
     scale: float | None = None,
     dropout_p: float = 0.0,
@@ -65,6 +66,7 @@ def attention_varlen(
         check_plain(**{name: x})
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_axes(name, x, "tokens, heads, head_dim")
+    mask = None if mask is None else as_mask(mask)
     if settings().batch_invariant and not is_watched(q) and not computes_by_torch(q.device):
         call = (q, k, v, cu_seqlens_q, cu_kv), mask, score_of(score), scale
         if not dropout_p and not needs_gradients(q, k, v, call[2]):
@@ -132,7 +134,7 @@ def attention_jagged(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    mask: Mask | None = None,
+    mask: GivenMask | None = None,
     score: Score | ScoreFunction | None = None,
     scale: float | None = None,
     dropout_p: float = 0.0,
@@ -182,9 +184,6 @@ def packed_mask(cu_q: torch.Tensor, cu_kv: torch.Tensor, mask: Mask | None, toke
     """Return the mask of packed documents, cached for the same tensors."""
     if is_traced():
         return packed(cu_q, cu_kv, mask, tokens=tokens)
-    if mask is not None:
-        check_mask(mask)
-
     given = (cu_q,) if cu_kv is cu_q else (cu_q, cu_kv)
 
     def make() -> Mask:

@@ -17,9 +17,9 @@ from tilegen.integrations import tables, windows
 from tilegen.integrations.given import is_mask
 from tilegen.masks.made import is_traced, made_once
 from tilegen.masks.mask import Mask
+from tilegen.masks.plain import check_plain
 from tilegen.masks.score import Score, bias
 from tilegen.masks.snapshots import TensorCache
-from tilegen.masks.values import check_plain
 from tilegen.runtime.call import shown
 
 MAX_MASKS = 64

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from tilegen.bounded_cache import BoundedCache
 from tilegen.errors import InvalidProblem
 from tilegen.masks.mask import Mask, full
+from tilegen.masks.plain import check_plain
 from tilegen.masks.usual import kv_prefix
-from tilegen.masks.values import MAX_WINDOW, Values, check_plain
+from tilegen.masks.values import MAX_WINDOW, Values
 
 if TYPE_CHECKING:
     import torch

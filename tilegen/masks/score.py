@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tilegen.errors import InvalidProblem
 from tilegen.masks.language.elements import ELEMENTS, kind_of
 from tilegen.masks.made import Chain, is_traced, made_once, noted
-from tilegen.masks.values import check_plain
+from tilegen.masks.plain import check_plain
 
 if TYPE_CHECKING:
     import torch

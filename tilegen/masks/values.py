@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.masks.language.elements import kind_of
 from tilegen.masks.made import is_traced
-from tilegen.masks.tracing.constant import assume_constant_result
+from tilegen.masks.plain import plain_number
 from tilegen.settings import checks
 
 if TYPE_CHECKING:
@@ -254,38 +254,6 @@ def as_tensor(name: str, value: Any) -> torch.Tensor:
         ) from None
 
 
-def check_plain(**given: Any) -> None:
-    """Raise Unsupported, naming the argument, for a nested tensor, or a tensor of a class that
-    overrides PyTorch's functions: kernels would read its memory, whatever the class makes of it."""
-    import torch
-
-    for name, x in given.items():
-        if not isinstance(x, torch.Tensor):
-            continue
-        if x.is_nested:
-            raise Unsupported(
-                f"{name} must be a dense tensor, got a nested tensor of layout {x.layout}; pass "
-                "jagged q, k and v (layout=torch.jagged) to tilegen.attention"
-            )
-        kind = type(x)
-        if kind not in (torch.Tensor, torch.nn.Parameter) and _overrides(kind):
-            raise Unsupported(
-                f"{name} must be a plain tensor, got {kind.__name__}, whose __torch_function__ "
-                "kernels would not call; pass a plain tensor of its elements"
-            )
-
-
-@assume_constant_result
-def _overrides(kind: type) -> bool:
-    """Check whether a class has a `__torch_function__` of its own."""
-    import torch
-
-    own, inherited = (cast("Any", one).__torch_function__ for one in (kind, torch.Tensor))
-    # Classes such as DTensor have none.
-    disabled = torch._C._disabled_torch_function_impl  # pyright: ignore[reportPrivateUsage]
-    return own is not disabled and getattr(own, "__func__", None) is not inherited.__func__
-
-
 def values(tensor: Any, axes: str) -> Values:
     """Return run-time values of a mask: an integer tensor with one dimension for each of `axes`.
 
@@ -319,12 +287,14 @@ def shown(argument: Any) -> str:
     return argument.notation
 
 
-def check_number(name: str, value: object, *, low: int = 0, or_else: str = "") -> None:
-    """Raise InvalidProblem unless `value` is an int in low..MAX_WINDOW."""
+def check_number(name: str, value: object, *, low: int = 0, or_else: str = "") -> int:
+    """Return an int in low..MAX_WINDOW. Raises InvalidProblem for other values."""
+    value = plain_number(value)
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= MAX_WINDOW:
         raise InvalidProblem(
             f"{name} must be an int in {low}..{MAX_WINDOW}{or_else}; got {value!r}"
         )
+    return value
 
 
 def check_alignment(alignment: str) -> None:

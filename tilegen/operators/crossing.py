@@ -11,8 +11,8 @@ from tilegen.errors import InvalidProblem
 from tilegen.masks.kinds import check_mask
 from tilegen.masks.made import Chain, InDocuments
 from tilegen.masks.mask import NOT, TYPICAL, Mask, values_of
+from tilegen.masks.plain import check_plain
 from tilegen.masks.score import Score, check_function
-from tilegen.masks.values import check_plain
 
 
 class Crossing:
@@ -81,6 +81,8 @@ def _mask(mask: Any, encoded: Crossing) -> str:
             return f'["~",{_mask(mask.args[0], encoded)}]'
         return _plain(mask, encoded)
     how = made[0]
+    if how == "notation":
+        return f'["plain","{made[1]}",[]]'
     if how == "function":
         _, function, text, captured = made
         if text:  # already traced outside of torch.compile

@@ -19,11 +19,11 @@ from tilegen.launch.launch_text import MAX_ROW_STRIDE
 from tilegen.masks import score as scores
 from tilegen.masks.dropout import Dropout
 from tilegen.masks.mask import Mask
+from tilegen.masks.plain import check_plain, plain_number
 from tilegen.masks.score import Score, ScoreForm
 from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import check_kv_lengths
 from tilegen.masks.tracing.fingerprint import Traces
-from tilegen.masks.values import check_plain
 from tilegen.problem import MIN_HEAD_DIM, AttentionProblem, DType
 from tilegen.settings import settings
 
@@ -202,6 +202,8 @@ def values_in_keys(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 def checked_scale(scale: float) -> float:
     """Return the scale as a float. Raises InvalidProblem unless it is a finite number that fp32
     holds after a multiplication by log2(e)."""
+    if not isinstance(scale, float):
+        scale = plain_number(scale)
     if isinstance(scale, bool) or not isinstance(scale, Real) or not math.isfinite(scale):
         raise InvalidProblem(f"scale must be a finite number, got {scale!r}")
     if abs(scale) > MAX_SCALE:
@@ -212,6 +214,7 @@ def checked_scale(scale: float) -> float:
 def dropout_of(dropout_p: float, q: Any) -> Dropout | None:
     """Draw the dropout of a call; None if nothing is dropped. Raises InvalidProblem unless the
     probability is a number 0..1."""
+    dropout_p = plain_number(dropout_p)
     is_number = isinstance(dropout_p, Real) and not isinstance(dropout_p, bool)
     if not is_number or not 0 <= dropout_p <= 1:
         raise InvalidProblem(

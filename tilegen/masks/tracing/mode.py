@@ -21,12 +21,12 @@ from torch.overrides import TorchFunctionMode
 
 from tilegen.errors import TilegenError, Unsupported
 from tilegen.masks.made import is_traced
+from tilegen.masks.plain import check_plain
 from tilegen.masks.tracing.constant import assume_constant_result
 from tilegen.masks.tracing.derived import Derived
 from tilegen.masks.tracing.fingerprint import looked
 from tilegen.masks.tracing.stand_ins import Table
 from tilegen.masks.tracing.tracer import MAX_ELEMENTS, Tracer, refusal
-from tilegen.masks.values import check_plain
 
 MAX_SESSIONS = 64
 """Traces under way at once, in all threads."""
