@@ -41,7 +41,7 @@ def as_mask(given: Any) -> Mask:
     return predicate(given) if is_traced() else _traces(given)
 
 
-def causal_bias(given: torch.Tensor) -> Mask | None:
+def causal_bias(given: Any) -> Mask | None:
     """Return the mask of torch.nn.attention.bias's `causal_upper_left` and `causal_lower_right`;
     None for another tensor."""
     module = getattr(torch.nn.attention, "bias", None)  # importing it would load torch._dynamo

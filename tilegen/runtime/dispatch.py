@@ -116,7 +116,8 @@ def _laid_out(
     changes: Changes,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute (out, lse) by a function, with the strides of out and gradients that kernels give."""
-    out, lse = run(*(_with_laid_gradient(x) for x in (q, k, v)), scale, changes)
+    inputs = _with_laid_gradient(q), _with_laid_gradient(k), _with_laid_gradient(v)
+    out, lse = run(*inputs, scale, changes)
     return laid_like(out, q), lse
 
 
