@@ -6,12 +6,14 @@ class TilegenError(Exception):
     """Base class: `except TilegenError` catches all errors of tilegen."""
 
 
-class InvalidProblem(TilegenError, ValueError):
-    """The arguments do not describe an attention problem: shapes, dtypes or notation are wrong."""
+class InvalidProblem(TilegenError, ValueError, RuntimeError):
+    """The arguments do not describe an attention problem: shapes, dtypes or notation are wrong.
+    Also a ValueError, as FlexAttention raises, and a RuntimeError, as SDPA and flash-attn raise."""
 
 
-class Unsupported(TilegenError):
-    """A well-formed request that tilegen cannot serve."""
+class Unsupported(TilegenError, NotImplementedError):
+    """A well-formed request that tilegen cannot serve. Also a NotImplementedError, which is a
+    RuntimeError, as PyTorch raises."""
 
 
 class BuildFailed(TilegenError):

@@ -301,9 +301,9 @@ NO_TENSORS = {
         lambda: tilegen.attention_varlen([[1.0]], TOKENS, TOKENS, CU_SEQLENS),
         r"q must be a tensor \(tokens, heads, head_dim\), got list",
     ),
-    "a mask by its name": (
-        lambda: tilegen.attention_varlen(TOKENS, TOKENS, TOKENS, CU_SEQLENS, mask="causal"),
-        "mask must be a tilegen mask such as .* got str",
+    "a mask by a number": (
+        lambda: tilegen.attention_varlen(TOKENS, TOKENS, TOKENS, CU_SEQLENS, mask=1),
+        "mask must be a tilegen mask such as .* got int",
     ),
     "a slope": (lambda: tilegen.alibi(0.5), "expected slopes to be a floating tensor, got float"),
     "slopes in a list": (lambda: tilegen.alibi([0.5]), "slopes to be a floating tensor, got list"),

@@ -84,6 +84,8 @@ CALLS: dict[str, Call] = {
 FITTING = {
     ("window_size", "list"),
     ("softcap", "number"),
+    ("softcap", "scalar"),
+    ("dropout_p", "scalar"),
     ("attn_mask", "scalar"),
     ("cache_seqlens", "nothing"),
     ("cache_seqlens", "number"),

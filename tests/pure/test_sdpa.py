@@ -14,6 +14,7 @@ from tilegen.integrations import sdpa, tables
 from tilegen.masks.kinds import kind_of_mask
 
 Sizes = tuple[int, ...]
+CORNER = torch.ones(5, 7, dtype=torch.bool).tril()
 PLAIN = ((2, 4, 5, 8), (2, 4, 7, 8), (2, 4, 7, 16))
 MASKS = (
     *((5, 7), (1, 7), (5, 1), (4, 5, 7), (1, 5, 7), (1, 1, 1, 1)),
@@ -24,6 +25,14 @@ MASKS = (
 def inputs(*sizes: Sizes) -> list[torch.Tensor]:
     torch.manual_seed(sum(map(sum, sizes)))
     return [torch.randn(size, requires_grad=True) for size in sizes]
+
+
+def joined(mask: torch.Tensor | None, is_causal: bool) -> torch.Tensor | None:
+    """Return a mask without the pairs above the diagonal, which not all of PyTorch's back ends
+    join."""
+    if mask is None or not is_causal:
+        return CORNER if is_causal else mask
+    return mask & CORNER if mask.dtype is torch.bool else mask.masked_fill(~CORNER, -torch.inf)
 
 
 def check_as_torch(
@@ -101,6 +110,27 @@ def test_explicit_masks(size: Sizes) -> None:
         *(torch.randn(size).expand(whole), torch.randn(size).expand(whole).requires_grad_()),
     ):
         check_as_torch(PLAIN, mask)
+
+
+@pytest.mark.parametrize("size", MASKS, ids=str)
+def test_explicit_masks_that_are_causal_too(size: Sizes) -> None:
+    torch.manual_seed(sum(size))
+    keep = torch.rand(size) > 0.4
+    keep[..., 0] = True
+    for mask in (keep, keep.expand(2, 4, 5, 7), torch.randn(size, requires_grad=True)):
+        given = inputs(*PLAIN)
+        read = [*given, *([mask] if mask.requires_grad else [])]
+        for _ in range(2):  # the second time by a mask that is known
+            out = tilegen.scaled_dot_product_attention(*given, mask, is_causal=True)
+            expected = of_torch(*given, joined(mask, True))
+            for left, other in zip(
+                (out, *torch.autograd.grad(out.square().sum(), read)),
+                (expected, *torch.autograd.grad(expected.square().sum(), read)),
+                strict=True,
+            ):
+                torch.testing.assert_close(left, other, atol=2e-5, rtol=2e-5)
+        plain = tilegen.scaled_dot_product_attention(*given, mask)
+        torch.testing.assert_close(plain, of_torch(*given, mask), atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("size", [(2, 3, 4, 5, 7), (1, 3, 1, 1, 7), (2, 1, 4, 5, 7), (3, 4, 5, 7)])
@@ -218,8 +248,6 @@ def test_masks_that_do_not_fit(mask: torch.Tensor, expected: str) -> None:
 
 def test_refused_arguments() -> None:
     given = inputs(*PLAIN)
-    with pytest.raises(InvalidProblem, match=r"^expected attn_mask or is_causal, got both"):
-        tilegen.scaled_dot_product_attention(*given, torch.ones(5, 7), is_causal=True)
     with pytest.raises(InvalidProblem, match=r"^dropout_p must be a number 0..1"):
         tilegen.scaled_dot_product_attention(*given, dropout_p=1.5)
     with pytest.raises(InvalidProblem, match=r"at least 2 dimensions.*got \(8,\)"):
@@ -243,10 +271,8 @@ def test_everywhere_has_torch_compute_with_tilegen(monkeypatch: pytest.MonkeyPat
     q, k, v = inputs(*PLAIN)
     masks = (None, torch.ones(5, 7).bool(), torch.randn(2, 1, 5, 7))
     for mask, causal in product(masks, (False, True)):
-        if mask is not None and causal:
-            continue
         before = len(calls)
-        expected = of_torch(q, k, v, mask, is_causal=causal)
+        expected = of_torch(q, k, v, joined(mask, causal))
         with sdpa.everywhere():
             item = of_torch(q, k, v, mask, 0.0, causal)
             other = of_torch(query=q, key=k, value=v, attn_mask=mask, is_causal=causal)
@@ -287,5 +313,5 @@ def test_everywhere_leaves_unsupported_calls_to_torch(
             assert actual.is_nested == expected.is_nested
             if not actual.is_nested:
                 torch.testing.assert_close(actual, expected)
-    with sdpa.everywhere(), pytest.raises(RuntimeError, match="is_causal"):
-        of_torch(q, k, v, torch.ones(5, 7), is_causal=True)
+    with sdpa.everywhere(), pytest.raises(RuntimeError, match="must match the size"):
+        of_torch(q, k, v, torch.ones(5, 6))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import torch
+from torch.overrides import has_torch_function_variadic
 
 from tilegen.calls.entry import is_watched, refuse_jit
 from tilegen.launch.derivatives import refuse_tangents
+from tilegen.masks.plain import check_plain
 from tilegen.runtime.slots import append
 
 
@@ -32,6 +34,9 @@ def append_paged(
     call = k, v, k_pages, v_pages, block_table, kv_lengths, q_starts, layout
     refuse_jit()
     refuse_tangents(k, v)
+    if has_torch_function_variadic(*call[:7]):
+        check_plain(k=k, v=v, k_pages=k_pages, v_pages=v_pages, block_table=block_table)
+        check_plain(kv_lengths=kv_lengths, q_starts=q_starts)
     if is_watched(k):
         from tilegen.operators.pages import append_operator
 

@@ -7,13 +7,16 @@ from typing import Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
+from torch.overrides import has_torch_function_variadic
 
+from tilegen.calls.masks import GivenMask, as_mask
 from tilegen.errors import TilegenError, Unsupported
 from tilegen.kernels.layout import public_lse
 from tilegen.launch.changes import Changes, Pages
 from tilegen.launch.derivatives import refuse_tangents
 from tilegen.masks.kinds import FULL_MASK
 from tilegen.masks.mask import Mask
+from tilegen.masks.plain import check_plain
 from tilegen.masks.score import Score
 from tilegen.runtime.call import ScoreFunction, describe, dropout_of, score_of
 from tilegen.runtime.dispatch import planned
@@ -31,7 +34,7 @@ def attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    mask: Mask | None = None,
+    mask: GivenMask | None = None,
     score: Score | ScoreFunction | None = None,
     kv_lengths: torch.Tensor | None = None,
     scale: float | None = None,
@@ -43,6 +46,10 @@ def attend(
     if _is_traced_by_jit():  # tested here too, since a function more takes longer than the test
         refuse_jit()
     try:
+        if has_torch_function_variadic(q, k, v, kv_lengths):
+            check_plain(q=q, k=k, v=v, kv_lengths=kv_lengths)
+        if mask is not None and not isinstance(mask, Mask):
+            mask = as_mask(mask)
         if is_watched(q):
             if _transform() is None:  # transforms of torch.func raise an error of their own
                 refuse_tangents(q, k, v)

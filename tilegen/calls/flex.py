@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, noop_mask
+from torch.nn.attention.flex_attention import (
+    _LARGE_SPARSE_BLOCK_SIZE,  # pyright: ignore[reportPrivateUsage]
+    AuxOutput,
+    AuxRequest,
+    BlockMask,
+    noop_mask,
+)
 
 from tilegen.calls.attention import attention
 from tilegen.calls.maxima import row_maxima
@@ -115,6 +121,8 @@ _converted_masks = Traces(_converted, by_elements=True)
 
 
 def _check_lengths(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> None:
+    if tuple(getattr(block_mask, "BLOCK_SIZE", ())) == (_LARGE_SPARSE_BLOCK_SIZE,) * 2:
+        return  # one block, for sequences of any lengths
     expected = tuple(int(n) for n in getattr(block_mask, "seq_lengths", ()))
     lengths = (query.shape[-2], key.shape[-2])
     if expected and expected != lengths:

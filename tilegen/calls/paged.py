@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.overrides import has_torch_function_variadic
 
 from tilegen.calls.entry import attend
+from tilegen.calls.masks import GivenMask
 from tilegen.launch.changes import Pages
-from tilegen.masks.mask import Mask
+from tilegen.masks.plain import check_plain
 from tilegen.masks.score import Score
 from tilegen.runtime.call import ScoreFunction
 
@@ -23,7 +25,7 @@ def attention_paged(
     q_starts: torch.Tensor | None = None,
     max_q_length: int | None = None,
     max_kv_length: int | None = None,
-    mask: Mask | None = None,
+    mask: GivenMask | None = None,
     score: Score | ScoreFunction | None = None,
     scale: float | None = None,
     layout: str = "NHD",
@@ -42,9 +44,9 @@ def attention_paged(
     queries. `block_table`, `kv_lengths` and `q_starts` are integers on the device of q, and are not
     read on the host.
 
-    `mask` and `score` see positions and lengths within a request, and b is the request:
-    `tilegen.causal("bottom_right")` lets the last query see the last key, and
-    `tilegen.tree(parents)` verifies a tree of drafts. `max_kv_length` is an upper bound of
+    `mask`, in any form that `attention` takes, and `score` see positions and lengths within a
+    request, and b is the request: `tilegen.causal("bottom_right")` lets the last query see the last
+    key, and `tilegen.tree(parents)` verifies a tree of drafts. `max_kv_length` is an upper bound of
     `kv_lengths`, by default the room of the block table. `max_q_length` is an upper bound of the
     queries of a request, required with `q_starts`. Both bound only the work, so a CUDA graph
     captured with the largest lengths serves all lengths.
@@ -54,6 +56,9 @@ def attention_paged(
     and q's dtype, is written in place and returned. Raises InvalidProblem or Unsupported, naming
     the call.
     """
+    if has_torch_function_variadic(k_pages, v_pages, block_table, kv_lengths, q_starts, out):
+        check_plain(k_pages=k_pages, v_pages=v_pages, block_table=block_table)
+        check_plain(kv_lengths=kv_lengths, q_starts=q_starts, out=out)
     bounds = max_q_length, max_kv_length
     pages = Pages(block_table, kv_lengths, q_starts, *bounds, layout, out)
     result, lse = attend(q, k_pages, v_pages, mask, score, scale=scale, pages=pages)

@@ -7,17 +7,25 @@ from typing import Any, cast
 import torch
 
 from tilegen.calls.entry import attend, is_watched, refuse_jit
+from tilegen.calls.masks import GivenMask, as_mask
 from tilegen.calls.paged import attention_paged
 from tilegen.errors import InvalidProblem
 from tilegen.launch.autograd import computes_by_torch, needs_gradients
-from tilegen.masks.kinds import check_mask
 from tilegen.masks.made import InDocuments, is_traced
 from tilegen.masks.mask import Mask
 from tilegen.masks.packed import check_cu_seqlens, packed
+from tilegen.masks.plain import check_plain
 from tilegen.masks.score import Score
 from tilegen.masks.snapshots import TensorCache
 from tilegen.masks.values import is_captured, is_checked
-from tilegen.runtime.call import ScoreFunction, autocast, autocast_dtype, check_axes, score_of
+from tilegen.runtime.call import (
+    ScoreFunction,
+    autocast,
+    autocast_dtype,
+    check_axes,
+    kind_shown,
+    score_of,
+)
 from tilegen.settings import settings
 
 MAX_MASKS = 64
@@ -31,7 +39,7 @@ def attention_varlen(
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_kv: torch.Tensor | None = None,
     *,
-    mask: Mask | None = None,
+    mask: GivenMask | None = None,
     score: Score | ScoreFunction | None = None,
     scale: float | None = None,
     dropout_p: float = 0.0,
@@ -55,8 +63,10 @@ def attention_varlen(
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_kv", cu_kv)):
         if not isinstance(x, torch.Tensor):  # only a tensor shows that it was changed in place
             raise InvalidProblem(f"{name} must be a tensor of integers, got {type(x).__name__}")
+        check_plain(**{name: x})
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_axes(name, x, "tokens, heads, head_dim")
+    mask = None if mask is None else as_mask(mask)
     if settings().batch_invariant and not is_watched(q) and not computes_by_torch(q.device):
         call = (q, k, v, cu_seqlens_q, cu_kv), mask, score_of(score), scale
         if not dropout_p and not needs_gradients(q, k, v, call[2]):
@@ -124,7 +134,7 @@ def attention_jagged(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    mask: Mask | None = None,
+    mask: GivenMask | None = None,
     score: Score | ScoreFunction | None = None,
     scale: float | None = None,
     dropout_p: float = 0.0,
@@ -136,7 +146,10 @@ def attention_jagged(
     offsets: list[torch.Tensor] = []
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not getattr(x, "is_nested", False) or x.layout != torch.jagged or x.dim() != 4:
-            raise InvalidProblem(f"{name} must be a jagged nested tensor of 4 dimensions")
+            raise InvalidProblem(
+                f"{name} must be a jagged nested tensor of 4 dimensions "
+                f"(layout=torch.jagged), got {kind_shown(x)}"
+            )
         rows = cast("Any", x.transpose(1, 2))  # (batch, ragged, heads, dim)
         if rows.lengths() is not None or rows._ragged_idx != 1:
             raise InvalidProblem(
@@ -171,9 +184,6 @@ def packed_mask(cu_q: torch.Tensor, cu_kv: torch.Tensor, mask: Mask | None, toke
     """Return the mask of packed documents, cached for the same tensors."""
     if is_traced():
         return packed(cu_q, cu_kv, mask, tokens=tokens)
-    if mask is not None:
-        check_mask(mask)
-
     given = (cu_q,) if cu_kv is cu_q else (cu_q, cu_kv)
 
     def make() -> Mask:

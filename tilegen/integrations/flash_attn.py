@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from tilegen.calls.attention import attention
-from tilegen.calls.paged import attention_paged
 from tilegen.calls.varlen import attention_varlen
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.integrations import windows
 from tilegen.integrations.flash_cache import flash_attn_with_kvcache as flash_attn_with_kvcache
-from tilegen.integrations.flash_changes import mask_of, score_of
+from tilegen.integrations.flash_changes import mask_of, over_pages, score_of
+from tilegen.masks.plain import plain_number
 from tilegen.masks.values import Alignment
 from tilegen.runtime.call import check_axes
 
@@ -131,22 +131,22 @@ def flash_attn_varlen_func(
     InvalidProblem or Unsupported.
 
     With a `block_table` (documents, most pages of a document) k and v are pages (pages, keys,
-    heads_kv, dim). Dropout and gradients are then unsupported, and max_seqlen_q is required.
+    heads_kv, dim). Dropout is then unsupported, the backward raises Unsupported, and max_seqlen_q
+    is required.
     """
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         check_axes(name, x, "documents + 1")
     if block_table is not None:
         if dropout_p or max_seqlen_q is None:
             raise Unsupported("with a block_table leave dropout_p out and pass max_seqlen_q")
-        out, lse = attention_paged(
+        out, lse = over_pages(
             *(q, k, v, block_table, cu_seqlens_k.diff()),
             q_starts=cu_seqlens_q,
-            max_q_length=max_seqlen_q,
-            max_kv_length=max_seqlen_k,
+            max_q_length=plain_number(max_seqlen_q),
+            max_kv_length=plain_number(max_seqlen_k),
             mask=mask_of(window_size, causal, "bottom_right"),
             score=score_of(softcap, alibi_slopes, "bottom_right"),
             scale=softmax_scale,
-            return_lse=True,
         )
         return (out, lse, None) if return_attn_probs else out
     alignment: Alignment = "top_left" if cu_seqlens_q is cu_seqlens_k else "bottom_right"

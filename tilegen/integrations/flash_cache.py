@@ -9,9 +9,9 @@ import torch
 
 from tilegen.bounded_cache import BoundedCache
 from tilegen.calls.append import append_paged
-from tilegen.calls.paged import attention_paged
 from tilegen.errors import InvalidProblem, Unsupported
-from tilegen.integrations.flash_changes import mask_of, score_of
+from tilegen.integrations.flash_changes import mask_of, over_pages, score_of
+from tilegen.masks.plain import plain_number
 from tilegen.masks.values import is_checked
 from tilegen.problem import PAGES
 from tilegen.runtime.call import check_axes, shown
@@ -42,7 +42,7 @@ def flash_attn_with_kvcache(
     return_softmax_lse: bool = False,
 ) -> Any:
     """Compute attention (batch, seqlen_q, heads, dim) of q (batch, seqlen_q, heads, dim) over a
-    cache, without gradients.
+    cache. The backward raises Unsupported.
 
     k_cache and v_cache are (caches, seqlen_cache, heads_kv, dim). `cache_batch_idx` (batch,)
     selects the caches of the batch, by default the first. With a `block_table` (batch, most pages
@@ -86,12 +86,11 @@ def flash_attn_with_kvcache(
         append_paged(
             *(k.transpose(1, 2), v.transpose(1, 2), k_pages, v_pages, table, lengths),
         )
-    out, lse = attention_paged(
+    out, lse = over_pages(
         *(q.transpose(1, 2), k_pages, v_pages, table, lengths),
         mask=mask_of(window_size, causal, "bottom_right"),
         score=score_of(softcap, alibi_slopes, "bottom_right"),
         scale=softmax_scale,
-        return_lse=True,
     )
     out = out.transpose(1, 2)
     return (out, lse) if return_softmax_lse else out
@@ -154,6 +153,7 @@ def _table_of(
 def _lengths(given: torch.Tensor | int | None, q: torch.Tensor, room: int) -> torch.Tensor:
     if isinstance(given, torch.Tensor):
         return given
+    given = plain_number(given)
     if given is not None and (isinstance(given, bool) or not isinstance(given, int)):
         raise InvalidProblem(
             f"cache_seqlens must be a tensor (batch,) or one integer, got {shown(given)}"

@@ -7,14 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, has_torch_function_unary
 
 from tilegen.calls.attention import attention
+from tilegen.calls.masks import causal_bias
 from tilegen.disk import say_once
 from tilegen.errors import InvalidProblem, TilegenError, Unsupported
 from tilegen.integrations import tables, windows
 from tilegen.integrations.given import is_mask
 from tilegen.masks.made import is_traced, made_once
+from tilegen.masks.mask import Mask
+from tilegen.masks.plain import check_plain
 from tilegen.masks.score import Score, bias
 from tilegen.masks.snapshots import TensorCache
 from tilegen.runtime.call import shown
@@ -39,18 +42,18 @@ def scaled_dot_product_attention(
     Leading dimensions broadcast as in PyTorch; heads_kv may differ from heads with `enable_gqa`.
     `attn_mask` broadcasts to (..., heads, L, S). A bool mask is True where a pair is kept; a
     floating mask is added to the scaled logits and gets gradients. Kernels read it without a copy
-    if it is contiguous except for expanded dimensions. `is_causal` starts at the top left corner.
+    if it is contiguous except for expanded dimensions. `causal_upper_left` and `causal_lower_right`
+    of torch.nn.attention.bias are the causal masks. `is_causal` starts at the top left corner, and
+    drops pairs of an `attn_mask` too.
     A row without kept keys has out 0 and zero gradients, where some of PyTorch's back ends give
     NaN. `dropout_p` drops other weights than PyTorch, reproducibly by torch.manual_seed. Raises
     InvalidProblem or Unsupported, naming the call.
     """
-    if attn_mask is not None and is_causal:
-        raise InvalidProblem(
-            "expected attn_mask or is_causal, got both; write the causal part into attn_mask"
-        )
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, torch.Tensor):
             raise InvalidProblem(f"{name} must be a tensor, got {shown(x)}")
+        if (type(x) is not torch.Tensor or x.is_nested) and x.layout is not torch.jagged:
+            check_plain(**{name: x})
     heads = query.shape[-3:-2]
     leading = query.shape[:-3]
     plain = (
@@ -63,7 +66,7 @@ def scaled_dot_product_attention(
         query, key, value, leading, heads = _in_four_dimensions(query, key, value, enable_gqa)
     changes: Mapping[str, Any] = {"mask": windows.sdpa(is_causal)}
     if attn_mask is not None:
-        changes = _explicit(attn_mask, query, key, leading)
+        changes = _explicit(attn_mask, query, key, leading, is_causal)
     out = attention(query, key, value, scale=scale, dropout_p=dropout_p, **changes)
     return out if plain else out.reshape(*leading, *heads, *out.shape[2:])
 
@@ -103,41 +106,70 @@ def _in_four_dimensions(
 
 
 def _explicit(
-    attn_mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor, leading: Sequence[int]
+    attn_mask: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    leading: Sequence[int],
+    is_causal: bool = False,
 ) -> Mapping[str, Any]:
-    """Return the arguments of `attention` for a mask tensor. Raises InvalidProblem."""
+    """Return the arguments of `attention` for a mask tensor. Raises InvalidProblem and
+    Unsupported."""
+    if isinstance(attn_mask, torch.Tensor) and has_torch_function_unary(attn_mask):
+        known = _of_causal_bias(attn_mask, (query.shape[2], key.shape[2]))
+        if known is not None:
+            return {"mask": known & windows.sdpa(True) if is_causal else known}
     if not is_mask(attn_mask):
         raise InvalidProblem(f"attn_mask must be bool or floating, got {shown(attn_mask)}")
     needed = (*leading, query.shape[1], query.shape[2], key.shape[2])
     _check_sizes(attn_mask.shape, needed)
     if attn_mask.dtype is torch.bool:
-        return _of_bool(attn_mask, query.shape[0], leading)
-    return {"score": bias(_table(attn_mask, leading))}
+        return _of_bool(attn_mask, query.shape[0], leading, is_causal)
+    return {"mask": windows.sdpa(is_causal), "score": bias(_table(attn_mask, leading))}
 
 
-def _of_bool(attn_mask: torch.Tensor, batch: int, leading: Sequence[int]) -> Mapping[str, Any]:
+def _of_causal_bias(attn_mask: torch.Tensor, lengths: tuple[int, int]) -> Mask | None:
+    """Return the mask of a causal bias, None for a plain tensor. Raises InvalidProblem for other
+    lengths than its own, and Unsupported for other classes of tensors."""
+    mask = causal_bias(attn_mask)
+    if mask is None:
+        check_plain(attn_mask=attn_mask)
+    elif mask.args == ("bottom_right",):
+        known: Any = attn_mask
+        _check_sizes((int(known.seq_len_q), int(known.seq_len_kv)), lengths)
+    return mask
+
+
+def _of_bool(
+    attn_mask: torch.Tensor, batch: int, leading: Sequence[int], is_causal: bool
+) -> Mapping[str, Any]:
     """Return the arguments for a bool tensor. All layers share the mask of one tensor."""
     if is_traced():
-        return _of_table(_table(attn_mask.detach(), leading), batch)
+        return _of_table(_table(attn_mask.detach(), leading), batch, is_causal)
     many = tuple(leading) if len(leading) > 1 else ()
-    known = _masks.get((many, batch), (attn_mask,), lambda: _aliased(attn_mask, batch, leading))
-    return known or _of_table(_table(attn_mask.detach(), leading), batch)
+    known = _masks.get(
+        (many, batch, is_causal),
+        (attn_mask,),
+        lambda: _aliased(attn_mask, batch, leading, is_causal),
+    )
+    return known or _of_table(_table(attn_mask.detach(), leading), batch, is_causal)
 
 
 def _aliased(
-    attn_mask: torch.Tensor, batch: int, leading: Sequence[int]
+    attn_mask: torch.Tensor, batch: int, leading: Sequence[int], is_causal: bool
 ) -> Mapping[str, Any] | None:
     """Return the arguments for a bool tensor if they read the tensor's own memory at each call."""
     table = _table(attn_mask.detach(), leading)
     # A copy, and what is computed from elements now, would miss later changes.
     is_alias = table.data_ptr() == attn_mask.data_ptr() and 1 not in table.shape[-2:]
-    return _of_table(table, batch) if is_alias else None
+    return _of_table(table, batch, is_causal) if is_alias else None
 
 
-def _of_table(table: torch.Tensor, batch: int) -> Mapping[str, Any]:
+def _of_table(table: torch.Tensor, batch: int, is_causal: bool) -> Mapping[str, Any]:
+    causal = windows.sdpa(is_causal)
     if 1 in table.shape[-2:]:
-        return _by_row_or_column(table, batch)
-    return {"mask": tables.dense(table)}
+        return {"mask": causal, **_by_row_or_column(table, batch)}
+    kept = tables.dense(table)
+    return {"mask": causal & kept if is_causal else kept}
 
 
 @made_once

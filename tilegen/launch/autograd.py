@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from tilegen.launch.kernels import Kernels
 
 
+NO_BACKWARD = "attention over pages has no backward: call it under torch.no_grad(), or detach"
+
+
 def run(
     kernels: Kernels,
     q: torch.Tensor,
@@ -150,9 +153,7 @@ def refuse_gradients(q: Any, k: Any, v: Any, score: Score | None) -> None:
     """Raise Unsupported if any input of a call over pages needs a gradient or has a tangent."""
     refuse_tangents(q, k, v, *(() if score is None else (*score.captured, score.sink_logits)))
     if needs_gradients(q, k, v, score):
-        raise Unsupported(
-            "attention over pages has no backward: call it under torch.no_grad(), or detach"
-        )
+        raise Unsupported(NO_BACKWARD)
 
 
 def needs_gradients(q: Any, k: Any, v: Any, score: Score | None) -> bool:

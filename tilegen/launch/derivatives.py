@@ -10,13 +10,9 @@ from torch.autograd import forward_ad
 from tilegen.errors import Unsupported
 
 
-class NoSecondDerivative(Unsupported, RuntimeError):
-    """A second derivative of attention was requested. Also a RuntimeError, as PyTorch raises."""
-
-
 def refuse_second() -> NoReturn:
-    """Raise NoSecondDerivative."""
-    raise NoSecondDerivative(
+    """Raise Unsupported."""
+    raise Unsupported(
         "attention has first derivatives only; for second derivatives call "
         "torch.nn.functional.scaled_dot_product_attention"
     )

@@ -46,6 +46,9 @@ class Blocks:
     def restriction(self, inside: Mask, lengths: tuple[int, int]) -> Restriction | None:
         """Return the restriction to the blocks; None if `inside` visits exactly these blocks
         already, as masks of `create_block_mask` do."""
+        is_one = all(side >= size for side, size in zip(self.sides, lengths, strict=True))
+        if is_one and bool(self.counts.all()):  # sides may be too large for tiles
+            return None
         partial, whole = self._layouts()
         if self._same(inside, partial | whole, whole, lengths):
             return None

@@ -100,7 +100,7 @@ def block_sparse(layout: Any, block: int) -> Mask:
     """
     import torch
 
-    check_number("block", block, low=1)
+    block = check_number("block", block, low=1)
     layout = as_tensor("layout", layout)
     if layout.dtype != torch.bool or layout.ndim not in (2, 3, 4) or not layout.numel():
         raise InvalidProblem(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tilegen.bounded_cache import BoundedCache
 from tilegen.errors import InvalidProblem
 from tilegen.masks.mask import Mask, full
+from tilegen.masks.plain import check_plain
 from tilegen.masks.usual import kv_prefix
 from tilegen.masks.values import MAX_WINDOW, Values
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 MAX_KINDS = 4096
+_SOURCE = "a tensor that the mask reads"
 FULL_MASK = full()
 """The mask of calls without one, which keeps its kind from call to call."""
 
@@ -63,6 +65,9 @@ def kind_of_mask(mask: Mask) -> MaskKind:
     kind: MaskKind | None = getattr(mask, "_kind", None)
     if kind is None:
         check_mask(mask)
+        for value in mask.values:
+            for source in value.sources if not value.is_stand_in else ():
+                check_plain(**{_SOURCE: source})
         stand_in = mask.stand_in
         kind = vars(mask)["_kind"] = _kinds.get(stand_in, lambda: MaskKind(stand_in))
     return kind

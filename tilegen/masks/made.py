@@ -52,7 +52,7 @@ def is_traced() -> bool:
 def made_once(make: Callable[P, T]) -> Callable[P, T]:
     """Cache the results of a function by its arguments. torch.compile, which warns of such caches,
     traces the function itself."""
-    known: Any = lru_cache(MAX_KNOWN)(make)
+    known: Any = lru_cache(MAX_KNOWN, typed=True)(make)
 
     @wraps(make)
     def found(*args: P.args, **kwargs: P.kwargs) -> T:

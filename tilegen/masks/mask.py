@@ -17,6 +17,7 @@ from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.masks.drawing import check_sides, draw
 from tilegen.masks.form import CAUSAL, FULL, WINDOW, Condition, Form, Side, Window
 from tilegen.masks.made import is_traced, noted
+from tilegen.masks.plain import plain_number
 from tilegen.masks.shapes import Shape
 from tilegen.masks.values import Alignment, Pair, Values, check_alignment, check_number, shown
 
@@ -301,10 +302,9 @@ def sliding_window(
 def _limit(side: str, value: int | Values | None) -> int | Values | None:
     if value is None or isinstance(value, Values):
         return value
-    if isinstance(value, int) and value == -1:  # FlashAttention's spelling of "unbounded"
+    if plain_number(value) == -1:  # FlashAttention's spelling of "unbounded"
         return None
-    check_number(f"window {side}", value, or_else=", or -1 or None for unbounded")
-    return value
+    return check_number(f"window {side}", value, or_else=", or -1 or None for unbounded")
 
 
 def intersect(*masks: Mask) -> Mask:

@@ -149,7 +149,7 @@ def _within(same: Any, mask: Any) -> Mask:
 
 
 def _block_sparse(layout: Any, block: Any) -> Mask:
-    check_number("block", block, low=1)
+    block = check_number("block", block, low=1)
     blocks = _stand_in(layout, "layout", "bool", block, axes=("", "b", "h", "bh"))
     if blocks.typical > 100:
         raise InvalidProblem(f"expected percent of blocks, got {layout!r}")

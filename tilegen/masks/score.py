@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tilegen.errors import InvalidProblem
 from tilegen.masks.language.elements import ELEMENTS, kind_of
 from tilegen.masks.made import Chain, is_traced, made_once, noted
+from tilegen.masks.plain import check_plain
 
 if TYPE_CHECKING:
     import torch
@@ -299,3 +300,4 @@ def _check(name: str, tensor: torch.Tensor, dimensions: tuple[int, ...]) -> None
             f"expected {name} to be floating with {' or '.join(map(str, dimensions))} dimensions, "
             f"got {tensor.dtype} of shape {tuple(tensor.shape)}"
         )
+    check_plain(**{name: tensor})

@@ -65,14 +65,12 @@ def dilated(step: int) -> Mask:
     that kernels visit kept pairs only. A window of w tokens at this dilation is
     `sliding_window((w - 1) * step) & dilated(step)`.
     """
-    check_number("step", step, low=1)
+    step = check_number("step", step, low=1)
     return full() if step == 1 else Mask.of(DILATED, step)
 
 
 def _number(name: str, number: int | Values) -> int | Values:
-    if not isinstance(number, Values):
-        check_number(f"N of {name}(N)", number)
-    return number
+    return number if isinstance(number, Values) else check_number(f"N of {name}(N)", number)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -195,10 +193,9 @@ def neighborhood(grid: int | tuple[int, ...], window: int | tuple[int, ...]) -> 
             "neighborhood needs one to three dimensions and a window for each, "
             f"got grid {grid} and window {window}"
         )
-    for size in grid:
-        check_number("grid", size, low=1)
+    grid = tuple(check_number("grid", size, low=1) for size in grid)
+    window = tuple(check_number("window", size, low=1) for size in window)
     for size in window:
-        check_number("window", size, low=1)
         if size % 2 == 0:
             raise InvalidProblem(f"window must be odd, got {size}")
     return Mask.of(NEIGHBORHOOD, grid, window)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.masks.language.elements import kind_of
 from tilegen.masks.made import is_traced
+from tilegen.masks.plain import plain_number
 from tilegen.settings import checks
 
 if TYPE_CHECKING:
@@ -286,12 +287,14 @@ def shown(argument: Any) -> str:
     return argument.notation
 
 
-def check_number(name: str, value: object, *, low: int = 0, or_else: str = "") -> None:
-    """Raise InvalidProblem unless `value` is an int in low..MAX_WINDOW."""
+def check_number(name: str, value: object, *, low: int = 0, or_else: str = "") -> int:
+    """Return an int in low..MAX_WINDOW. Raises InvalidProblem for other values."""
+    value = plain_number(value)
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= MAX_WINDOW:
         raise InvalidProblem(
             f"{name} must be an int in {low}..{MAX_WINDOW}{or_else}; got {value!r}"
         )
+    return value
 
 
 def check_alignment(alignment: str) -> None:

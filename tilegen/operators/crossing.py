@@ -11,6 +11,7 @@ from tilegen.errors import InvalidProblem
 from tilegen.masks.kinds import check_mask
 from tilegen.masks.made import Chain, InDocuments
 from tilegen.masks.mask import NOT, TYPICAL, Mask, values_of
+from tilegen.masks.plain import check_plain
 from tilegen.masks.score import Score, check_function
 
 
@@ -34,6 +35,7 @@ class Crossing:
         for i, known in enumerate(self.tensors):
             if known is tensor:
                 return i
+        check_plain(**{"a tensor of the mask, the score or the lengths": tensor})
         self.tensors.append(tensor)
         return len(self.tensors) - 1
 
@@ -79,6 +81,8 @@ def _mask(mask: Any, encoded: Crossing) -> str:
             return f'["~",{_mask(mask.args[0], encoded)}]'
         return _plain(mask, encoded)
     how = made[0]
+    if how == "notation":
+        return f'["plain","{made[1]}",[]]'
     if how == "function":
         _, function, text, captured = made
         if text:  # already traced outside of torch.compile

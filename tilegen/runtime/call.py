@@ -19,6 +19,7 @@ from tilegen.launch.launch_text import MAX_ROW_STRIDE
 from tilegen.masks import score as scores
 from tilegen.masks.dropout import Dropout
 from tilegen.masks.mask import Mask
+from tilegen.masks.plain import check_plain, plain_number
 from tilegen.masks.score import Score, ScoreForm
 from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import check_kv_lengths
@@ -73,7 +74,7 @@ def facts_of(q: Any, k: Any, v: Any, changes: Changes) -> tuple[Any, ...]:
     except (AttributeError, RuntimeError):  # RuntimeError: sparse and nested tensors
         if lengths is not None:
             check_kv_lengths(lengths)
-        names = ", ".join(_kind(x) for x in (q, k, v))
+        names = ", ".join(kind_shown(x) for x in (q, k, v))
         raise InvalidProblem(f"q, k and v must be dense torch tensors, got {names}") from None
     cast = torch.is_autocast_enabled(where) and torch.get_autocast_dtype(where)
     options = kind, form, cast, changes.dropout is None, padding, pages
@@ -185,6 +186,8 @@ def check_axes(name: str, x: Any, axes: str) -> None:
     `axes`."""
     if not isinstance(x, torch.Tensor) or x.ndim != axes.count(",") + 1:
         raise InvalidProblem(f"{name} must be a tensor ({axes}), got {shown(x)}")
+    if type(x) is not torch.Tensor or x.is_nested:
+        check_plain(**{name: x})
 
 
 def values_in_keys(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
@@ -199,6 +202,8 @@ def values_in_keys(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 def checked_scale(scale: float) -> float:
     """Return the scale as a float. Raises InvalidProblem unless it is a finite number that fp32
     holds after a multiplication by log2(e)."""
+    if not isinstance(scale, float):
+        scale = plain_number(scale)
     if isinstance(scale, bool) or not isinstance(scale, Real) or not math.isfinite(scale):
         raise InvalidProblem(f"scale must be a finite number, got {scale!r}")
     if abs(scale) > MAX_SCALE:
@@ -209,6 +214,7 @@ def checked_scale(scale: float) -> float:
 def dropout_of(dropout_p: float, q: Any) -> Dropout | None:
     """Draw the dropout of a call; None if nothing is dropped. Raises InvalidProblem unless the
     probability is a number 0..1."""
+    dropout_p = plain_number(dropout_p)
     is_number = isinstance(dropout_p, Real) and not isinstance(dropout_p, bool)
     if not is_number or not 0 <= dropout_p <= 1:
         raise InvalidProblem(
@@ -248,16 +254,17 @@ def widened(x: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(x, (0, max(0, MIN_HEAD_DIM - x.shape[3])))
 
 
-def _kind(value: Any) -> str:
+def kind_shown(value: Any) -> str:
+    """Describe the class of an argument for a message, with the layout of a tensor."""
     name = type(value).__name__
     return f"{name} ({value.layout})" if isinstance(value, torch.Tensor) else name
 
 
 def shown(value: Any) -> str:
     """Describe an argument for a message: shape, dtype and device of a tensor, else the type."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) and not value.is_nested:
         return f"{tuple(value.shape)} {value.dtype} on {value.device}"
-    return type(value).__name__
+    return kind_shown(value)
 
 
 def describe(

@@ -19,7 +19,7 @@ from tilegen.emit.identity import is_aligned
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.kernels.config import BLOCK_SIZES
 from tilegen.kernels.descriptors import is_describable
-from tilegen.kernels.layout import public_lse
+from tilegen.kernels.layout import laid_like, public_lse
 from tilegen.kernels.spec import Direction
 from tilegen.launch import autograd
 from tilegen.launch.autograd import addressable, computes_by_torch, reaching, torch_run
@@ -107,6 +107,30 @@ class Plan:
     """The sizes of a call over pages."""
 
 
+def _laid_out(
+    run: Run,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    changes: Changes,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute (out, lse) by a function, with the strides of out and gradients that kernels give."""
+    inputs = _with_laid_gradient(q), _with_laid_gradient(k), _with_laid_gradient(v)
+    out, lse = run(*inputs, scale, changes)
+    return laid_like(out, q), lse
+
+
+def _with_laid_gradient(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose gradient reaches `x` with the strides that kernels give."""
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return x
+    # A hook of the tensor itself would outlive the call. `view_as` would change strides again.
+    alias = torch.ops.aten.alias(x)
+    alias.register_hook(lambda gradient: laid_like(gradient, x))
+    return alias
+
+
 def _rewritten(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Changes
 ) -> tuple[Run, float] | None:
@@ -185,7 +209,8 @@ def _new_plan(
         if lengths.is_meta:
             raise InvalidProblem("kv_lengths must hold values, got a tensor on the meta device")
     if (rewritten := _rewritten(q, k, v, changes)) is not None:
-        return Plan(*rewritten, rewrites=True)
+        run, default = rewritten
+        return Plan(partial(_laid_out, run), default, rewrites=True)
     problem = problem_of(q, k, v, changes)
     scale = problem.head_dim_qk**-0.5
     integers: tuple[torch.dtype, ...] = ()
@@ -194,7 +219,7 @@ def _new_plan(
     aligned = all(map(is_aligned, (q, k, v)))
     served = _is_served(problem, "forward", q.device, aligned)
     if not served and computes_by_torch(q.device):
-        return Plan(torch_run, scale, checks_fit=checks_fit)
+        return Plan(partial(_laid_out, torch_run), scale, checks_fit=checks_fit)
     if problem.invariant and apart(problem.mask) == "pairs":
         raise Unsupported(
             f"mask {problem.mask} packs documents, whose last bits would depend on the documents "
@@ -233,7 +258,8 @@ def _without_gradients(
     if no backward can be compiled."""
     trains = autograd.needs_gradients(q, k, v, changes.score)
     by_torch = trains and computes_by_torch(q.device)
-    return (torch_run if by_torch else run)(q, k, v, scale, changes)
+    run = partial(_laid_out, torch_run) if by_torch else run
+    return run(q, k, v, scale, changes)
 
 
 def _kernel_run(
@@ -269,4 +295,4 @@ def _kernel_run(
         q, k, v = (t.contiguous() if copy else t for t, copy in zip((q, k, v), copied, strict=True))
         return autograd.run(kernels, q, k, v, scale, changes)
 
-    return run, None
+    return partial(_laid_out, run), None

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from tilegen.errors import TilegenError, Unsupported
 from tilegen.masks.made import is_traced
+from tilegen.masks.plain import check_plain
 from tilegen.masks.tracing.constant import assume_constant_result
 from tilegen.masks.tracing.derived import Derived
 from tilegen.masks.tracing.fingerprint import looked
@@ -124,6 +125,7 @@ class Mode(TorchFunctionMode):
                 )
             slot = _place(self.captured, value)
             if slot is None:
+                check_plain(**{"a tensor that a function reads": value})
                 slot = len(self.captured)
                 self.captured.append(value)
             return ("table", slot, value.dtype, self._sizes(value, indices))
