@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tilegen.calls.varlen import attention_jagged, attention_varlen
     from tilegen.check.verification import Check
     from tilegen.emit.identity import RenderedKernel
+    from tilegen.environment import settings
     from tilegen.explaining.text import Explanation
     from tilegen.gpus.spec import GpuSpec, detect, gpu
     from tilegen.integrations.flash_backend import activate, deactivate
@@ -112,6 +113,7 @@ _HOME = {
     "relative_bias": "tilegen.masks.score",
     "scaled_dot_product_attention": "tilegen.integrations.sdpa",
     "score": "tilegen.masks.score",
+    "settings": "tilegen.environment",
     "show": "tilegen.api",
     "sinks": "tilegen.masks.score",
     "sliding_window": "tilegen.masks",
@@ -173,6 +175,7 @@ __all__ = [
     "relative_bias",
     "scaled_dot_product_attention",
     "score",
+    "settings",
     "show",
     "sinks",
     "sliding_window",

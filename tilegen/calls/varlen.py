@@ -8,6 +8,7 @@ import torch
 
 from tilegen.calls.entry import attend, is_watched, refuse_jit
 from tilegen.calls.paged import attention_paged
+from tilegen.environment import current
 from tilegen.errors import InvalidProblem
 from tilegen.launch.autograd import computes_by_torch, needs_gradients
 from tilegen.masks.kinds import check_mask
@@ -18,7 +19,6 @@ from tilegen.masks.score import Score
 from tilegen.masks.snapshots import TensorCache
 from tilegen.masks.values import is_captured, is_checked
 from tilegen.runtime.call import ScoreFunction, autocast, autocast_dtype, check_axes, score_of
-from tilegen.settings import settings
 
 MAX_MASKS = 64
 """Packed masks cached for further layers and steps with the same tensors as cu_seqlens."""
@@ -57,7 +57,8 @@ def attention_varlen(
             raise InvalidProblem(f"{name} must be a tensor of integers, got {type(x).__name__}")
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_axes(name, x, "tokens, heads, head_dim")
-    if settings().batch_invariant and not is_watched(q) and not computes_by_torch(q.device):
+    # A graph under torch.compile reads the settings when it runs: `is_watched` comes first.
+    if not is_watched(q) and current().batch_invariant and not computes_by_torch(q.device):
         call = (q, k, v, cu_seqlens_q, cu_kv), mask, score_of(score), scale
         if not dropout_p and not needs_gradients(q, k, v, call[2]):
             out, lse = _by_document(*call)

@@ -16,10 +16,10 @@ from types import ModuleType
 from tilegen.bounded_cache import BoundedCache
 from tilegen.disk import log, say_once, write_whole
 from tilegen.emit.identity import RenderedKernel, kernel_digest
+from tilegen.environment import current
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.private_files import NotPrivate, check_private, read_private
 from tilegen.problem import AttentionProblem
-from tilegen.settings import settings
 
 MAX_MODULES = 2048
 """Number of emitted modules that stay imported."""
@@ -93,7 +93,7 @@ def _make_private(folder: Path) -> None:
 
 def folder_of(digest: str) -> Path:
     """Return the folder of an emitted kernel and its compile results."""
-    return settings().cache_dir / "kernels" / digest
+    return current().cache_dir / "kernels" / digest
 
 
 def _path(digest: str, kernel: Kernel) -> Path:
