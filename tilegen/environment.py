@@ -189,7 +189,10 @@ def place(text: str) -> str:
 def _default_directory(env: Mapping[str, str]) -> Path:
     base = Path(env.get("XDG_CACHE_HOME", ""))
     # By the XDG specification, relative paths are ignored.
-    return (base if base.is_absolute() else _directory("~/.cache")) / "tilegen"
+    try:
+        return (base if base.is_absolute() else Path("~/.cache").expanduser()) / "tilegen"
+    except RuntimeError:  # no home: nothing can be written below a device, and calls do without
+        return Path(os.devnull) / "no-home" / "tilegen"
 
 
 def _directory(text: str) -> Path:

@@ -93,7 +93,7 @@ class Records:
             return tune_once(task, seconds=seconds, known=known).config
         except DeviceLost:
             raise
-        except TilegenError as error:  # a call is computed even if it cannot be tuned
+        except (TilegenError, OSError) as error:  # a call is computed even if it cannot be tuned
             say_once(f"tuning failed, using the best known config: {error}")
             return None
 

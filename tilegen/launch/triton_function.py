@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 
+from tilegen.compiling.triton_cache import written
 from tilegen.kernels.config import TileConfig
 from tilegen.launch.launcher import Run, Unfamiliar
 from tilegen.parsing import collection_paused
@@ -67,7 +68,9 @@ class TritonFunction:
             if kind not in self._known:
                 try:
                     with collection_paused():
-                        compiled = self._jitted.warmup(*arguments, grid=(grid,), **self._options)
+                        compiled = written(
+                            lambda: self._jitted.warmup(*arguments, grid=(grid,), **self._options)
+                        )
                     self._known[kind] = _run_of(compiled)
                 except (AttributeError, TypeError) as error:
                     raise Unfamiliar(str(error)) from error
