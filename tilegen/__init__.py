@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tilegen.calls.paged import attention_paged
     from tilegen.calls.ranks import agree
     from tilegen.calls.varlen import attention_jagged, attention_varlen
+    from tilegen.calls.warm import warm
     from tilegen.check.verification import Check
     from tilegen.emit.identity import RenderedKernel
     from tilegen.environment import settings
@@ -124,6 +125,7 @@ _HOME = {
     "tune": "tilegen.api",
     "values": "tilegen.masks",
     "verify": "tilegen.api",
+    "warm": "tilegen.calls.warm",
 }
 
 __all__ = [
@@ -186,6 +188,7 @@ __all__ = [
     "tune",
     "values",
     "verify",
+    "warm",
 ]
 
 

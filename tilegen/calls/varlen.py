@@ -46,9 +46,9 @@ def attention_varlen(
     documents. cu_seqlens may be changed in place: each call builds its tables from them. `mask`
     and `score` see positions and lengths within a document, and b is the document. `dropout_p` is
     the probability that a weight is dropped, drawn by the place of the pair among all tokens.
-    Nothing is padded, and other lengths need no other kernels. Under TILEGEN_BATCH_INVARIANT=1 a
-    document without gradients has the same bits as in a call of its own. Raises InvalidProblem or
-    Unsupported.
+    Nothing is padded, and other lengths of documents need no other kernels. Under
+    TILEGEN_BATCH_INVARIANT=1 a document without gradients has the same bits as in a call of its
+    own. Raises InvalidProblem or Unsupported.
     """
     refuse_jit()
     cu_kv = cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv

@@ -160,6 +160,7 @@ def compile_for(rendered: RenderedKernel, arch: str, *, line_info: bool = True) 
     except Exception as error:  # Triton raises many types, down to RuntimeError from its passes
         raise BuildFailed(f"{rendered.function} for {arch}: {_one_line(error)}") from error
     seconds = time.perf_counter() - started
+    log.info("compiled %s for %s in %.2f s", rendered.function, arch, seconds)
     binary, reported = binary_of(compiled, arch)
     parameters = sum(map(_parameters, rendered.signature))
     return CompiledKernel(

@@ -174,7 +174,7 @@ def _new_plan(
         served = _is_served(problem, "forward", q.device, form.is_aligned)
         if served or not computes_by_torch(q.device):
             key = problem.bucket, q.device, form.is_aligned, False, form.integers
-            kernels = _kernels(*key)
+            kernels = kernels_of(*key)
         run = partial(run_pages, kernels, form)
         return Plan(run, problem.head_dim_qk**-0.5, kernels=kernels, checks_fit=checks_fit)
     lengths = changes.kv_lengths
@@ -234,7 +234,7 @@ def _without_gradients(
     return (torch_run if by_torch else run)(q, k, v, scale, changes)
 
 
-def _kernels(*key: Any) -> Kernels:
+def kernels_of(*key: Any) -> Kernels:
     """Return the kernels of a problem under the current settings, made once."""
     return plans.by_problem.get((*key, current()), lambda: Kernels(*key))
 
@@ -262,7 +262,7 @@ def _kernel_run(
     aligned = all(map(is_aligned, tensors))
     describable = aligned and all(map(is_describable, tensors))
     key = problem.bucket, tensors[0].device, aligned, describable, integers
-    kernels = _kernels(*key)
+    kernels = kernels_of(*key)
     if not any(copied):
         return partial(autograd.run, kernels), kernels
 
