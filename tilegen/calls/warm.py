@@ -51,9 +51,8 @@ def warm(
 
     Returns the buckets; none where PyTorch computes. Raises InvalidProblem and Unsupported.
     """
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if place.type == "cuda" and place.index is None:
-        place = torch.device("cuda", torch.cuda.current_device())
+    named = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    place = torch.empty(0, device=named).device  # with the index of a GPU, as tensors of calls have
     problems = api.problems_of(problem, catalog)
     buckets = dict.fromkeys(one.bucket for one in _of_lengths(problems, lengths))
     if computes_by_torch(place):

@@ -29,10 +29,11 @@ def written(compile: Callable[[], T]) -> T:
         if error.errno not in UNWRITABLE:
             raise
         full, folder = error, own_folder()
-    trouble = f"Triton's cache {knobs.cache.dir!r} cannot be written ({full.strerror})"
-    if folder is not None and knobs.cache.dir != (other := str(folder / "triton")):
+    before = knobs.cache.dir
+    trouble = f"Triton's cache {before!r} cannot be written ({full.strerror})"
+    if folder is not None and before != (other := str(folder / "triton")):
         try:
-            knobs.cache.dir, before = other, knobs.cache.dir
+            knobs.cache.dir = other
             result = compile()
             say_once(
                 f"{trouble}; it lies in {other!r} until this process ends; set TRITON_CACHE_DIR to "
