@@ -22,8 +22,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tilegen.environment import reread
-
 ROOT = Path(__file__).parents[1]
 
 
@@ -143,7 +141,6 @@ def main() -> None:
     asked = serve(socket.socket(fileno=int(sys.argv[1])))
     os.environ.clear()
     os.environ.update(asked["env"])
-    reread()
     sys.argv = ["-c", *asked["argv"]]
     sys.modules["__main__"] = program = ModuleType("__main__")
     exec(compile(asked["code"], "<string>", "exec"), vars(program))
