@@ -27,6 +27,7 @@ from tilegen import attention, attention_paged, cpu, pipeline
 from tilegen.bounded_cache import BoundedCache
 from tilegen.choose.choice import Ranked
 from tilegen.emit import kernel_files
+from tilegen.environment import current
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.panels import Launch
 from tilegen.launch.changes import Changes
@@ -35,7 +36,6 @@ from tilegen.operators.call import crossing
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import paged_call, plans
 from tilegen.runtime.call import call_key, facts_of
-from tilegen.settings import checks
 from tilegen.task import KernelTask
 
 BASELINE = "SDPA of one row"
@@ -178,7 +178,7 @@ def as_on_a_gpu(*, notes: bool = False) -> Generator[StandInDriver]:
 
     # As `has_values` of tensors on a GPU.
     def unseen(tensor: torch.Tensor) -> bool:
-        return (not tensor.is_cpu or checks()) and not tensor.is_meta
+        return (not tensor.is_cpu or current().check) and not tensor.is_meta
 
     with (
         stand_in(notes=notes) as driver,

@@ -12,7 +12,6 @@ the winner with itself, which is the noise.
 
 from __future__ import annotations
 
-import os
 import statistics
 import tempfile
 import time
@@ -20,11 +19,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
-from unittest import mock
 
 import numpy as np
 import typer
 
+import tilegen
 from benchmarks.environment import RESULTS, ROOT, Environment, environment
 from benchmarks.recordings import Recorder, Recording, file_of, new_session, read
 from benchmarks.rows import append, with_environment
@@ -264,7 +263,7 @@ def ship(
         space = [choice, *better[:MOST_TRIED]]
         with (
             tempfile.TemporaryDirectory() as empty,
-            mock.patch.dict(os.environ, TILEGEN_CACHE_DIR=empty, TILEGEN_CACHE_PATH=""),
+            tilegen.settings(cache_dir=empty, cache_path=""),
         ):
             record = tune(task, space=space, candidates=[], progress=False)
         beats = record.config != choice

@@ -33,6 +33,7 @@ from unittest import mock
 
 import typer
 
+import tilegen
 from benchmarks.cpu import Number, write
 from benchmarks.environment import RESULTS
 from benchmarks.recordings import Recorder, new_session
@@ -69,7 +70,7 @@ def recordings(folder: Path, seconds: float) -> list[Job]:
 
 
 def _work(storage: str, recorded: Path, own: Path, jobs: list[Job]) -> None:
-    os.environ["TILEGEN_CACHE_DIR"] = str(own)
+    tilegen.settings(cache_dir=own)
     random.seed()
     Worker(open_storage(storage), ReplayMachine(recorded), trials=TRIALS).run(jobs)
 

@@ -23,11 +23,11 @@ from benchmarks.workloads import CATALOGUE, Workload, head
 from tilegen.choose.families import kernels_of
 from tilegen.compiling.workers import Pool
 from tilegen.disk import write_whole
+from tilegen.environment import current
 from tilegen.errors import TilegenError
 from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Kernel
 from tilegen.problem import AttentionProblem
-from tilegen.settings import settings
 from tilegen.store import list_records, locations, look_up
 from tilegen.task import KernelTask
 from tilegen.tuning.bench import compile_ahead
@@ -96,7 +96,7 @@ def tune_all(todo: Sequence[Job], spec: GpuSpec, *, deadline: float, pack: Path 
 
 def pack_records(path: Path) -> None:
     """Put the records of the own directory into one archive, which is written whole."""
-    root = settings().cache_dir
+    root = current().cache_dir
     own = [location for location in locations() if location.origin == "own"]
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz") as archive:

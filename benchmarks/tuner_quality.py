@@ -29,6 +29,7 @@ from unittest import mock
 
 import typer
 
+import tilegen
 from benchmarks import synthetic
 from benchmarks.environment import RESULTS, Environment, environment
 from benchmarks.ranking import spearman
@@ -114,7 +115,7 @@ def order(
     session = recording.session
     with (
         tempfile.TemporaryDirectory() as empty,
-        mock.patch.dict(os.environ, TILEGEN_CACHE_DIR=empty),
+        tilegen.settings(cache_dir=empty),
         mock.patch.object(tune_module, "SAMPLER_SEED", seed),
         contextlib.suppress(NoRecord),  # nothing it tried ran, which is a result too
     ):

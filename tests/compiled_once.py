@@ -14,8 +14,8 @@ import pytest
 from tests.compiler.runs import TARGETS, WIDE
 from tilegen.cpu import direct, target
 from tilegen.cpu.target import Target
+from tilegen.environment import current
 from tilegen.runtime import dispatch, paged_call, plans
-from tilegen.settings import settings
 
 
 @contextmanager
@@ -49,5 +49,5 @@ def compile_for(processor: Target, patch: pytest.MonkeyPatch) -> None:
 
 def _refuse(by_torch: Callable[..., Any], *given: Any) -> Any:
     """Let PyTorch compute a call only if the setting requests it."""
-    assert settings().cpu == "torch"
+    assert current().cpu == "torch"
     return by_torch(*given)

@@ -19,17 +19,20 @@ explaining, theory and benchmarks are as pure, and about one thing each.
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import pytest
+
+from tilegen.environment import reread
 
 TESTS = Path(__file__).parent
 MOST_WORKERS = 8
@@ -38,6 +41,21 @@ INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
 # --------------------------------------------------------------------------------------------------
 # Hooks
+
+
+def _reading_again(change: Callable[..., Any]) -> Callable[..., Any]:
+    """Have tilegen read the environment again after pytest changes it."""
+
+    @functools.wraps(change)
+    def changed(*given: Any, **options: Any) -> Any:
+        change(*given, **options)
+        reread()
+
+    return changed
+
+
+for _name in ("setenv", "delenv", "undo"):
+    setattr(pytest.MonkeyPatch, _name, _reading_again(getattr(pytest.MonkeyPatch, _name)))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

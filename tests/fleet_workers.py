@@ -20,6 +20,7 @@ from pathlib import Path
 
 from tests.records import H200, PROBLEM
 from tests.replay import Replay
+from tilegen.environment import reread
 from tilegen.fleet.jobs import Job
 from tilegen.fleet.storage import open_storage
 from tilegen.fleet.worker import Worker
@@ -81,6 +82,7 @@ def warm_up(folder: Path) -> None:
         importlib.import_module("psycopg")
     importlib.import_module("optuna.storages.journal")
     os.environ["TILEGEN_CACHE_DIR"] = str(folder)
+    reread()
     Worker(open_storage(f"sqlite:///{folder}/warm.db"), Machine(folder), trials=1).run([JOB])
 
 
@@ -92,6 +94,7 @@ def main(storage: str, folder: Path, workers: int, victims: int, seconds: float)
             code = 1
             try:
                 os.environ["TILEGEN_CACHE_DIR"] = str(folder / f"own-{number}")
+                reread()
                 random.seed(number)
                 work(storage, folder, seconds, 1 if number < victims - 1 else -1)
                 code = 0

@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from tilegen.calls.paged import attention_paged
     from tilegen.calls.ranks import agree
     from tilegen.calls.varlen import attention_jagged, attention_varlen
+    from tilegen.calls.warm import warm
     from tilegen.check.verification import Check
     from tilegen.emit.identity import RenderedKernel
+    from tilegen.environment import settings
     from tilegen.explaining.text import Explanation
     from tilegen.gpus.spec import GpuSpec, detect, gpu
     from tilegen.integrations.flash_backend import activate, deactivate
@@ -112,6 +114,7 @@ _HOME = {
     "relative_bias": "tilegen.masks.score",
     "scaled_dot_product_attention": "tilegen.integrations.sdpa",
     "score": "tilegen.masks.score",
+    "settings": "tilegen.environment",
     "show": "tilegen.api",
     "sinks": "tilegen.masks.score",
     "sliding_window": "tilegen.masks",
@@ -122,6 +125,7 @@ _HOME = {
     "tune": "tilegen.api",
     "values": "tilegen.masks",
     "verify": "tilegen.api",
+    "warm": "tilegen.calls.warm",
 }
 
 __all__ = [
@@ -173,6 +177,7 @@ __all__ = [
     "relative_bias",
     "scaled_dot_product_attention",
     "score",
+    "settings",
     "show",
     "sinks",
     "sliding_window",
@@ -183,6 +188,7 @@ __all__ = [
     "tune",
     "values",
     "verify",
+    "warm",
 ]
 
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from tilegen.disk import log
+from tilegen.environment import current
 from tilegen.errors import InvalidProblem, TilegenError, Unsupported
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import FAMILIES, KERNELS, family_among
 from tilegen.problem import AttentionProblem
-from tilegen.settings import settings
 
 if TYPE_CHECKING:
     from tilegen.bundles.building import Made
@@ -254,7 +254,7 @@ def tune(
     if not isinstance(spec, GpuSpec) and kernel == ALL:  # others have one tile
         tasks = [task for task in tasks if on_cpu.may_tune(task)]
     records = [tuned(task, seconds=seconds, trials=trials) for task in tasks]
-    if settings().libraries and isinstance(spec, GpuSpec):
+    if current().libraries and isinstance(spec, GpuSpec):
         from tilegen.tuning.libraries import tune_libraries
 
         for direction in FAMILIES:

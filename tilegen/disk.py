@@ -1,11 +1,15 @@
-"""Atomic writes of files, and warnings that are logged once."""
+"""Atomic writes of files, a temporary folder of this process, and warnings that are logged once."""
 
 from __future__ import annotations
 
+import atexit
 import errno
 import logging
 import os
 import secrets
+import shutil
+import tempfile
+from functools import cache
 from pathlib import Path
 
 from tilegen.bounded_cache import BoundedCache
@@ -36,6 +40,23 @@ def write_whole(path: Path, data: bytes) -> None:
             raise
     except OSError as error:
         raise cannot_write(path, error) from error
+
+
+@cache
+def own_folder() -> Path | None:
+    """Create a folder for this process, which only this user can enter and which is removed at the
+    end; None if there is no place for one."""
+    try:
+        folder = tempfile.mkdtemp(prefix="tilegen-")
+    except OSError:
+        return None
+    atexit.register(_remove, folder, os.getpid())
+    return Path(folder)
+
+
+def _remove(folder: str, process: int) -> None:
+    if os.getpid() == process:  # children that were forked end earlier
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def cannot_write(path: Path, error: OSError) -> Unsupported:

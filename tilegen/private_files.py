@@ -32,10 +32,12 @@ def check_private(path: Path) -> None:
     for part in (*reversed(real.parents), real):
         try:
             info = part.lstat()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return
         except OSError as error:
             raise NotPrivate(f"{str(part)!r} cannot be examined: {error.strerror}") from None
+        if part != real and stat.S_ISCHR(info.st_mode):
+            return  # nothing exists below /dev/null
         if info.st_uid not in (ROOT, os.geteuid()):
             raise NotPrivate(f"{str(part)!r} belongs to {_user(info.st_uid)}")
         if not is_closed and (others := _others_who_may_write(info)):
@@ -49,7 +51,7 @@ def read_private(path: Path) -> bytes | None:
     try:
         # Without O_NONBLOCK, opening a pipe without a writer would block forever.
         handle = os.open(os.path.realpath(path), os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise NotPrivate(f"{str(path)!r} cannot be opened: {error.strerror}") from None

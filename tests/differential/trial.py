@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import os
 import re
 import signal
 import time
@@ -30,6 +29,7 @@ from tilegen.choose.records import Records
 from tilegen.compiling.workers import Pool
 from tilegen.cpu import executable
 from tilegen.emit.identity import RenderedKernel
+from tilegen.environment import settings
 from tilegen.errors import BuildFailed, InvalidProblem, Unsupported
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import family_among
@@ -40,7 +40,6 @@ from tilegen.masks.dilation import step_of
 from tilegen.masks.grouping import packed_heads
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import plans
-from tilegen.settings import BATCH_INVARIANT
 
 SECONDS = 60
 """That a problem may take, and COMPILING to build its kernels."""
@@ -161,8 +160,7 @@ def _kernels(problem: Problem, asked: list[RenderedKernel]) -> Generator[None]:
     plans.forget()
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(bound_module, "executable", noted))
-        invariant = {BATCH_INVARIANT: str(int(problem.invariant))}
-        stack.enter_context(mock.patch.dict(os.environ, invariant))
+        stack.enter_context(settings(batch_invariant=problem.invariant))
         if names:
             stack.enter_context(gpu_road(noted))
             stack.enter_context(mock.patch.object(pipeline, "families_used", families_used))

@@ -18,6 +18,7 @@ from tilegen.cpus.host import current_cpu
 from tilegen.cpus.spec import CpuSpec, cpu
 from tilegen.device import ONE_THREAD
 from tilegen.disk import say_once
+from tilegen.environment import current
 from tilegen.errors import Unsupported
 from tilegen.explaining.cpu_records import CpuExplanation
 from tilegen.explaining.records import plain
@@ -27,7 +28,6 @@ from tilegen.model import cpu_time
 from tilegen.model.bounds import lower_bound_bytes
 from tilegen.model.traffic import traffic
 from tilegen.problem import AttentionProblem
-from tilegen.settings import settings
 from tilegen.store import Location, TuningRecord, Versions, save
 from tilegen.task import KernelTask
 
@@ -230,7 +230,7 @@ def save_record(text: str, spec: CpuSpec, config: str, us: float) -> None:
         trials=7,
         date="2026-11-26T12:00:00Z",
     )
-    own = Location(str(settings().cache_dir), "own")
+    own = Location(str(current().cache_dir), "own")
     assert save(record, location=own).written
 
 

@@ -13,7 +13,7 @@ from benchmarks import recordings
 from tests import warm
 from tests.pure.test_bundle_launch import CONFIGS
 from tests.pure.test_cli import COMMANDS
-from tilegen import resources, settings
+from tilegen import environment, resources
 from tilegen.bundles.manifest import Binary, Served
 from tilegen.cli.main import app
 from tilegen.emit.render import _context, render
@@ -82,7 +82,9 @@ def test_every_mask_and_score_is_on_its_page() -> None:
 
 
 def test_every_setting_is_on_its_page_and_there_are_few() -> None:
-    names = [value for name, value in vars(settings).items() if str(value).startswith("TILEGEN_")]
+    names = [
+        value for name, value in vars(environment).items() if str(value).startswith("TILEGEN_")
+    ]
     assert 1 <= len(names) <= 8
     for name in names:
         assert f"| `{name}` |" in CLI

@@ -41,6 +41,7 @@ COMMANDS = {
     "generate",
     "bundle",
     "tune",
+    "warm",
     "worker",
     "fleet status",
     "fleet proxy",

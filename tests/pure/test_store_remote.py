@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from tests.records import RECORD, TASK, own, place, record
 from tests.servers import s3_server
 from tilegen.cli.main import app
+from tilegen.environment import current, settings
 from tilegen.errors import Unsupported
 from tilegen.store import (
     Location,
@@ -91,8 +92,8 @@ def test_save_look_up_and_list(url: str) -> None:
     assert (saved.wins, saved.reason) == (True, "there was no record")
     assert saved.file == f"{url}/{RECORD.path}"
     # The miss is remembered for a while; other own directories have not asked before.
-    os.environ["TILEGEN_CACHE_DIR"] += "2"
-    entry = look_up(TASK, where=[where])
+    with settings(cache_dir=f"{current().cache_dir}2"):
+        entry = look_up(TASK, where=[where])
     assert entry is not None
     assert (entry.record, entry.origin, entry.file) == (RECORD, "shared", saved.file)
     (listed,) = list_records([where])

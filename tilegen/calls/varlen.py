@@ -9,6 +9,7 @@ import torch
 from tilegen.calls.entry import attend, is_watched, refuse_jit
 from tilegen.calls.masks import GivenMask, as_mask
 from tilegen.calls.paged import attention_paged
+from tilegen.environment import current
 from tilegen.errors import InvalidProblem
 from tilegen.launch.autograd import computes_by_torch, needs_gradients
 from tilegen.masks.made import InDocuments, is_traced
@@ -26,7 +27,6 @@ from tilegen.runtime.call import (
     kind_shown,
     score_of,
 )
-from tilegen.settings import settings
 
 MAX_MASKS = 64
 """Packed masks cached for further layers and steps with the same tensors as cu_seqlens."""
@@ -54,9 +54,9 @@ def attention_varlen(
     documents. cu_seqlens may be changed in place: each call builds its tables from them. `mask`
     and `score` see positions and lengths within a document, and b is the document. `dropout_p` is
     the probability that a weight is dropped, drawn by the place of the pair among all tokens.
-    Nothing is padded, and other lengths need no other kernels. Under TILEGEN_BATCH_INVARIANT=1 a
-    document without gradients has the same bits as in a call of its own. Raises InvalidProblem or
-    Unsupported.
+    Nothing is padded, and other lengths of documents need no other kernels. Under
+    TILEGEN_BATCH_INVARIANT=1 a document without gradients has the same bits as in a call of its
+    own. Raises InvalidProblem or Unsupported.
     """
     refuse_jit()
     cu_kv = cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
@@ -67,7 +67,8 @@ def attention_varlen(
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_axes(name, x, "tokens, heads, head_dim")
     mask = None if mask is None else as_mask(mask)
-    if settings().batch_invariant and not is_watched(q) and not computes_by_torch(q.device):
+    # A graph under torch.compile reads the settings when it runs: `is_watched` comes first.
+    if not is_watched(q) and current().batch_invariant and not computes_by_torch(q.device):
         call = (q, k, v, cu_seqlens_q, cu_kv), mask, score_of(score), scale
         if not dropout_p and not needs_gradients(q, k, v, call[2]):
             out, lse = _by_document(*call)

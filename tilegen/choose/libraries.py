@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tilegen.disk import say_once
+from tilegen.environment import current
 from tilegen.kernels.spec import Backend, Direction
 from tilegen.problem import AttentionProblem
-from tilegen.settings import settings
 from tilegen.store.library_record import library_record
 from tilegen.store.versions import current_versions
 
@@ -50,7 +50,7 @@ def faster_library(records: Records, direction: Direction, seconds: float) -> Ba
     A library is used only with TILEGEN_LIBRARIES=1 and a record of the installed PyTorch, and never
     if choices must be deterministic.
     """
-    if not settings().libraries or records.deterministic:
+    if not current().libraries or records.deterministic:
         return None
     record = library_record(records.problem, records.device, direction)
     if record is None or why_not(records.problem, record.library):

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Literal
 
 from tilegen.disk import say_once
 from tilegen.emit.identity import template_digest
+from tilegen.environment import current
 from tilegen.errors import TilegenError
 from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import KERNELS
 from tilegen.problem import AttentionProblem
-from tilegen.settings import settings
 from tilegen.store import TuningRecord, look_up
 from tilegen.store.versions import versions_for
 from tilegen.task import KernelTask
@@ -45,7 +45,7 @@ class Records:
         self, problem: AttentionProblem, device: Device, *, deterministic: bool | None = None
     ) -> None:
         self.problem, self.device = problem.normal(), device
-        self.deterministic = settings().deterministic if deterministic is None else deterministic
+        self.deterministic = current().deterministic if deterministic is None else deterministic
         """True if nothing is tuned, so that equal records give equal choices."""
         self._own: dict[Kernel, Found | None] = {}
 
@@ -75,7 +75,7 @@ class Records:
 
     def tuned(self, kernel: Kernel) -> TileConfig | None:
         """Tune a kernel now; None without TILEGEN_TUNE=1, or if tuning fails."""
-        if self.deterministic or not settings().tune:
+        if self.deterministic or not current().tune:
             return None
         task, seconds = self.task(kernel), TUNE_SECONDS
         if not isinstance(self.device, GpuSpec):
@@ -93,7 +93,7 @@ class Records:
             return tune_once(task, seconds=seconds, known=known).config
         except DeviceLost:
             raise
-        except TilegenError as error:  # a call is computed even if it cannot be tuned
+        except (TilegenError, OSError) as error:  # a call is computed even if it cannot be tuned
             say_once(f"tuning failed, using the best known config: {error}")
             return None
 

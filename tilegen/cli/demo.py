@@ -14,11 +14,11 @@ from tilegen.check.sizes import reduced
 from tilegen.check.verification import Check, require, verify
 from tilegen.emit.kernel_files import write
 from tilegen.emit.render import render
+from tilegen.environment import current
 from tilegen.errors import BuildFailed
 from tilegen.gpus.spec import current_gpu
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.problem import AttentionProblem
-from tilegen.settings import settings
 from tilegen.tuning.tuner import tune
 from tilegen.units import bytes_text, memory_text, seconds_text, us_text
 
@@ -59,7 +59,7 @@ class Demo:
             "problem": problem.key,
             "gpu": spec.name,
             "measured": True,
-            "records": {k: str(settings().cache_dir / x.path) for k, x in records.items()},
+            "records": {k: str(current().cache_dir / x.path) for k, x in records.items()},
             "configs": {kernel: record.config.key for kernel, record in records.items()},
             "forward_us": self.compare(problem),
         }

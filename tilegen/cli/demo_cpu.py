@@ -17,10 +17,10 @@ from tilegen.cpu.passes import passes_to_time
 from tilegen.cpu.timing import timed_in_turns
 from tilegen.cpus.host import current_cpu
 from tilegen.emit.render import render
+from tilegen.environment import current
 from tilegen.errors import Unsupported
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.problem import AttentionProblem
-from tilegen.settings import settings
 from tilegen.tuning.tuner import tune
 from tilegen.units import memory_text, seconds_text
 
@@ -92,7 +92,7 @@ class CpuDemo:
             "target": target.name,
             "threads": threads,
             "configs": {kernel: config.key for kernel, config in configs.items()},
-            "records": {k: str(settings().cache_dir / x.path) for k, x in records.items()},
+            "records": {k: str(current().cache_dir / x.path) for k, x in records.items()},
             "times": times,
         }
 
@@ -135,7 +135,7 @@ class CpuDemo:
                 ratio = record.measurement.message.split()[2]
                 verdict += f": {ratio} times its time"
             self.say(f"{kernel:15}{verdict}; {record.trials} tiles tried")
-            self.say(f"{'':15}recorded in {settings().cache_dir / record.path}")
+            self.say(f"{'':15}recorded in {current().cache_dir / record.path}")
         return records
 
     def _compile(self, rendered: Mapping[Kernel, RenderedKernel]) -> None:

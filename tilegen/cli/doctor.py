@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tilegen import resources
+from tilegen.environment import current
 from tilegen.errors import TilegenError
 from tilegen.gpus.spec import detect
 from tilegen.private_files import NotPrivate, check_private
-from tilegen.settings import settings
 from tilegen.store import Location, list_records, locations
 from tilegen.store.versions import installed
 from tilegen.units import memory_text, rate_text
@@ -57,7 +57,7 @@ def examine() -> list[Finding]:
     findings += _processor()
     try:
         findings.append(Finding("templates", str(resources.data_dir("templates"))))
-        findings.append(Finding("own directory", _writable(settings().cache_dir)))
+        findings.append(Finding("own directory", _writable(current().cache_dir)))
         findings += [Finding(f"{place.origin} records", _count(place)) for place in locations()]
     except TilegenError as error:
         findings.append(Finding("trouble", str(error)))

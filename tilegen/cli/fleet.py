@@ -218,7 +218,7 @@ def _detected() -> Any:
 
 def _store(text: str) -> Location | None:
     """Return the location for winners; None means the own directory."""
-    from tilegen.settings import place
+    from tilegen.environment import place
     from tilegen.store import Location, locations
 
     if text and text != "own":

@@ -36,6 +36,7 @@ from tilegen.cli.options import (
     say_unless,
 )
 from tilegen.cli.plans import plan_of, print_plans
+from tilegen.cli.warm import warm
 from tilegen.disk import printable
 from tilegen.errors import TilegenError
 
@@ -299,6 +300,7 @@ def tune(
 
 
 app.command()(worker)
+app.command()(warm)
 
 
 @app.command()

@@ -16,7 +16,7 @@ PLACE = "folder or URL, own, or shipped"
 
 def location(text: str) -> Location:
     """Return a location, which need not exist yet."""
-    from tilegen.settings import place
+    from tilegen.environment import place
     from tilegen.store import Location, locations
 
     for known in locations():

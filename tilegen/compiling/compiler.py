@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tilegen import cpu
 from tilegen.compiling.tools import nvidia_tool
+from tilegen.compiling.triton_cache import written
 from tilegen.cpu.processors import PROCESSORS, OnCpu
 from tilegen.disk import log
 from tilegen.emit.identity import RenderedKernel
@@ -153,10 +154,13 @@ def compile_for(rendered: RenderedKernel, arch: str, *, line_info: bool = True) 
         with knobs.compilation.scope():
             if not line_info:
                 knobs.compilation.disable_line_info = True
-            compiled = triton.compile(source, target=target, options=options)
+            compiled = written(lambda: triton.compile(source, target=target, options=options))
+    except Unsupported:
+        raise
     except Exception as error:  # Triton raises many types, down to RuntimeError from its passes
         raise BuildFailed(f"{rendered.function} for {arch}: {_one_line(error)}") from error
     seconds = time.perf_counter() - started
+    log.info("compiled %s for %s in %.2f s", rendered.function, arch, seconds)
     binary, reported = binary_of(compiled, arch)
     parameters = sum(map(_parameters, rendered.signature))
     return CompiledKernel(

@@ -19,6 +19,7 @@ from typing import Any
 from tilegen import cpu
 from tilegen.compiling.compiler import CompiledKernel, compile_for
 from tilegen.emit.identity import RenderedKernel
+from tilegen.environment import CACHE_DIR, current
 from tilegen.errors import BuildFailed, TilegenError
 
 
@@ -89,7 +90,8 @@ class Worker:
             python("from tilegen.compiling.workers import serve; serve()"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=environment(TRITON_INTERPRET="0"),  # the interpreter cannot compile
+            # The interpreter cannot compile.
+            env=environment(TRITON_INTERPRET="0", **{CACHE_DIR: str(current().cache_dir)}),
         )
         return self._process
 

@@ -18,8 +18,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from tilegen.bounded_cache import BoundedCache
+from tilegen.environment import current
 from tilegen.errors import Unsupported
-from tilegen.settings import settings
 
 if TYPE_CHECKING:
     import torch
@@ -72,11 +72,11 @@ def why_not() -> str:
     With TILEGEN_CPU=kernels PyTorch never replaces a kernel: `load` raises if it cannot be
     compiled.
     """
-    if settings().cpu == "torch":
+    if current().cpu == "torch":
         return "TILEGEN_CPU=torch is set"
     if is_interpreting():  # Triton's interpreter gives wrong numbers for bf16
         return "TRITON_INTERPRET=1 is set, with which nothing is compiled"
-    return "" if settings().cpu == "kernels" else trouble()
+    return "" if current().cpu == "kernels" else trouble()
 
 
 def runs_compiled(device: torch.device) -> bool:
@@ -94,7 +94,7 @@ def executable(rendered: RenderedKernel, device: torch.device) -> ModuleType:
         from tilegen.emit import kernel_files
 
         return kernel_files.load(rendered)
-    return load(rendered, "bounds" if settings().check_bounds else "")
+    return load(rendered, "bounds" if current().check_bounds else "")
 
 
 def function_of(module: ModuleType) -> EmittedFunction:

@@ -12,6 +12,7 @@ from tilegen.cpu.lower import lower
 from tilegen.cpu.objects import CompiledObject, path_of, read, write
 from tilegen.cpu.target import Target
 from tilegen.cpu.ttir import Source, ttir_of
+from tilegen.disk import log
 from tilegen.emit import kernel_files
 from tilegen.emit.identity import RenderedKernel
 
@@ -44,6 +45,7 @@ def object_of(source: Source, text: str, target: Target, mode: Mode = "") -> Com
     built = read(path)
     if built is None:
         built = compiled(source, target, mode)
+        log.info("compiled %s for %s in %.2f s", source.name, target.name, built.seconds)
         write(path, built)
     return built
 

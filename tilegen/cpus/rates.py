@@ -19,8 +19,8 @@ from typing import Any
 from tilegen.cpus.host import current_cpu, with_own_sizes
 from tilegen.cpus.spec import CpuSpec
 from tilegen.disk import log, write_whole
+from tilegen.environment import current
 from tilegen.errors import Unsupported
-from tilegen.settings import settings
 from tilegen.store.versions import installed, this_machine
 
 ROUNDS = 7
@@ -140,4 +140,4 @@ def keep(kept: Kept) -> None:
 def _path() -> Path:
     """Return the file of this machine's rates: by processor, host and compiler."""
     name, compiler = current_cpu().name, installed("llvmlite") or "none"
-    return settings().cache_dir / "cpus" / f"{name}-{this_machine()}-{compiler}.json"
+    return current().cache_dir / "cpus" / f"{name}-{this_machine()}-{compiler}.json"

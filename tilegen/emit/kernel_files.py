@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import linecache
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
 
 from tilegen.bounded_cache import BoundedCache
-from tilegen.disk import log, say_once, write_whole
+from tilegen.disk import log, own_folder, say_once, write_whole
 from tilegen.emit.identity import RenderedKernel, kernel_digest
+from tilegen.environment import CACHE_DIR, current
+from tilegen.errors import Unsupported
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.private_files import NotPrivate, check_private, read_private
 from tilegen.problem import AttentionProblem
-from tilegen.settings import settings
 
 MAX_MODULES = 2048
 """Number of emitted modules that stay imported."""
@@ -79,7 +81,7 @@ def load_kernel(
 
 def _forget(module: ModuleType) -> None:
     sys.modules.pop(module.__name__, None)
-    linecache.cache.pop(str(module.__file__), None)
+    linecache.cache.pop(module.launch.__code__.co_filename, None)
 
 
 _modules: BoundedCache[str, ModuleType] = BoundedCache(MAX_MODULES, _forget)
@@ -93,7 +95,7 @@ def _make_private(folder: Path) -> None:
 
 def folder_of(digest: str) -> Path:
     """Return the folder of an emitted kernel and its compile results."""
-    return settings().cache_dir / "kernels" / digest
+    return current().cache_dir / "kernels" / digest
 
 
 def _path(digest: str, kernel: Kernel) -> Path:
@@ -108,8 +110,31 @@ def _import_rendered(rendered: RenderedKernel) -> ModuleType:
         check_private(path)
         path = write(rendered)
     except NotPrivate:
-        path = Path(f"{rendered.function}_{rendered.digest}.py")  # no file: a name for tracebacks
+        path = _in_memory(rendered)
+    except Unsupported as error:  # a call never fails because of a disk
+        path = _written_elsewhere(rendered, error)
     return _import(rendered.source.encode("utf-8"), str(path), rendered.digest)
+
+
+def _in_memory(rendered: RenderedKernel) -> Path:
+    """Return a name for tracebacks instead of a file."""
+    return Path(f"{rendered.function}_{rendered.digest}.py")
+
+
+def _written_elsewhere(rendered: RenderedKernel, error: Unsupported) -> Path:
+    """Write an emitted kernel into the temporary folder of this process, or nowhere if that cannot
+    be written either."""
+    reason = getattr(error.__cause__, "strerror", None) or error
+    trouble = f"the cache {str(current().cache_dir)!r} cannot be written ({reason})"
+    remedy = f"set {CACHE_DIR} to a folder you can write to"
+    if folder := own_folder():
+        path = folder / rendered.digest / f"{rendered.kernel}.py"
+        with contextlib.suppress(Unsupported):
+            write_whole(path, rendered.source.encode("utf-8"))
+            say_once(f"{trouble}; kernels go to {str(folder)!r} until this process ends; {remedy}")
+            return path
+    say_once(f"{trouble}, nor can a temporary folder; kernels stay in memory; {remedy}")
+    return _in_memory(rendered)
 
 
 def _import(source: bytes, file: str, digest: str) -> ModuleType:
@@ -119,10 +144,12 @@ def _import(source: bytes, file: str, digest: str) -> ModuleType:
     """
     module = ModuleType(f"tilegen_kernels_{digest}_{Path(file).stem}")
     module.__file__ = file
-    code = compile(source, file, "exec")
+    # Triton takes names in UTF-8 only, and the name of a folder may be in any encoding.
+    name = os.fsencode(file).decode("utf-8", "replace")
+    code = compile(source, name, "exec")
     text = source.decode("utf-8")
     # Lines without a modification time stay valid, even if the file changes.
-    linecache.cache[file] = len(source), None, text.splitlines(keepends=True), file
+    linecache.cache[name] = len(source), None, text.splitlines(keepends=True), name
     sys.modules[module.__name__] = module  # Triton looks up a kernel's module by name
     exec(code, module.__dict__)
     if not hasattr(module, "launch"):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tilegen.choose.ranker import ranked_space
 from tilegen.disk import log
+from tilegen.environment import current
 from tilegen.errors import NoRecord, TilegenError, Unsupported
 from tilegen.fleet.bench import Machine
 from tilegen.fleet.jobs import Job
@@ -22,7 +23,6 @@ from tilegen.fleet.queue import PUBLISHED, STALE_SECONDS, Claim, Queue
 from tilegen.fleet.storage import StorageAway, StorageBroken, in_a_hurry
 from tilegen.kernels.config import TileConfig
 from tilegen.model.estimate import Candidate
-from tilegen.settings import settings
 from tilegen.store import Location, TuningRecord, now, this_machine
 from tilegen.store.transfer import put, put_trials
 from tilegen.store.trials import Trial, trial_line, trials_path
@@ -64,7 +64,7 @@ class Worker:
         """
         self._storage, self._machine = storage, machine
         self._most = trials
-        self._own = Location(str(settings().cache_dir), "own")
+        self._own = Location(str(current().cache_dir), "own")
         self._store = store or self._own
         self._stale, self._again = stale_seconds, again
         self._queues: dict[Job, Queue] = {}

@@ -28,7 +28,7 @@ from tilegen.integrations import windows
 from tilegen.launch.changes import Changes
 from tilegen.masks.dropout import Dropout
 from tilegen.masks.mask import Mask
-from tilegen.operators.library import differentiated
+from tilegen.operators.library import differentiated, noted
 from tilegen.runtime import dispatch
 
 NAME = "tilegen"
@@ -144,7 +144,7 @@ def flash_attention_forward(
     unused = torch.empty((), dtype=torch.uint64, device=q.device)
     debug_mask = query.new_empty(0)
     out = _laid_out(_heads_back(out, cum_seq_q), query)
-    return out, lse.contiguous(), state.view(torch.uint64), unused, debug_mask
+    return out, noted(lse.contiguous()), state.view(torch.uint64), unused, debug_mask
 
 
 def flash_attention_forward_inplace(out: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -30,6 +30,7 @@ from sglang.srt.runtime_context import get_parallel  # pyright: ignore[reportMis
 
 from tilegen.calls.paged import attention_paged
 from tilegen.calls.varlen import attention_varlen
+from tilegen.environment import BATCH_INVARIANT, current
 from tilegen.errors import Unsupported
 from tilegen.integrations import windows
 from tilegen.integrations.flash_changes import score_of
@@ -37,7 +38,6 @@ from tilegen.masks.constructors import tree
 from tilegen.masks.mask import Mask, sliding_window
 from tilegen.masks.score import Score
 from tilegen.problem import PAGES
-from tilegen.settings import BATCH_INVARIANT, settings
 
 _NO_DRAFTING = (
     "tilegen's back end for sglang verifies drafts, and makes none: "
@@ -247,7 +247,7 @@ class TilegenAttnBackend(AttentionBackend):
                 refused = {
                     "keys of each head beside the latent cache": not _are_whole(forward_batch),
                     # sglang uses keys per head if no prompt of a batch has a cached part.
-                    f"keys of each head under {BATCH_INVARIANT}=1": settings().batch_invariant,
+                    f"keys of each head under {BATCH_INVARIANT}=1": current().batch_invariant,
                 }
                 _refuse(refused)
                 new = rows, k, v, batch.q_starts

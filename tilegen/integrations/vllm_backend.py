@@ -22,6 +22,7 @@ from vllm.v1.attention.backend import (  # pyright: ignore[reportMissingImports]
 )
 
 from tilegen.calls.paged import attention_paged
+from tilegen.environment import BATCH_INVARIANT, reread
 from tilegen.errors import Unsupported
 from tilegen.integrations import windows
 from tilegen.integrations.flash_changes import score_of
@@ -29,7 +30,6 @@ from tilegen.masks.score import Score
 from tilegen.problem import MAX_HEAD_DIM, MIN_HEAD_DIM
 from tilegen.runtime.call import DTYPES
 from tilegen.runtime.slots import write_slots
-from tilegen.settings import BATCH_INVARIANT
 
 CACHES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 """Dtypes of caches by vLLM's names; `auto` is the model's dtype."""
@@ -131,7 +131,8 @@ def refuse_layers(attn_type: str, kv_cache_dtype: str) -> None:
 def follow_batch_invariance() -> bool:
     """Apply vLLM's setting of batch invariance to tilegen, and return it."""
     if envs.VLLM_BATCH_INVARIANT:
-        os.environ[BATCH_INVARIANT] = "1"
+        os.environ[BATCH_INVARIANT] = "1"  # for this process's threads, and its children
+        reread()
     return bool(envs.VLLM_BATCH_INVARIANT)
 
 

@@ -9,6 +9,7 @@ import torch
 from tilegen import cpu
 from tilegen.disk import say_once
 from tilegen.emit.identity import is_aligned
+from tilegen.environment import current, using
 from tilegen.errors import Unsupported
 from tilegen.kernels.descriptors import is_describable
 from tilegen.launch.changes import Changes, Gradients, Wanted
@@ -85,6 +86,10 @@ class _Attention(_Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
     ) -> tuple[Any, ...]:
+        kernels: Kernels = ctx.call[2]
+        if kernels.settings is not current():  # in another thread, or after a `with` block
+            with using(kernels.settings):
+                return _Attention.backward(ctx, dout, dlse)
         # Only under create_graph is a node needed that rejects second derivatives.
         if torch.is_grad_enabled():
             return _Gradients.apply(ctx, dout, dlse, *ctx.saved_tensors)  # type: ignore

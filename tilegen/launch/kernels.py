@@ -14,6 +14,7 @@ from tilegen import bundles, pipeline
 from tilegen.cpu import runs_compiled
 from tilegen.disk import log
 from tilegen.emit.identity import stride_unit
+from tilegen.environment import current, using
 from tilegen.errors import Unsupported
 from tilegen.gpus.spec import ASSUMED, GpuSpec, detect, gpu
 from tilegen.kernels import passes
@@ -29,7 +30,6 @@ from tilegen.launch.libraries import Library
 from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import score_tensors, tensors_of
 from tilegen.problem import AttentionProblem
-from tilegen.settings import settings
 
 READABLE = torch.int32, torch.int64
 """Dtypes of lengths and tables that kernels compiled in this process read without a copy."""
@@ -102,6 +102,7 @@ class Kernels:
         self.describable = aligned and describable
         self._integers = integers
         self._on_gpu = device.type == "cuda"
+        self.settings = current()
         self._passes: dict[Direction, Pass] = {}
         self._lock = RLock()
 
@@ -110,7 +111,8 @@ class Kernels:
         with self._lock:
             if direction not in self._passes:
                 load = self._for_cpu if runs_compiled(self.device) else self._for_gpu
-                self._passes[direction] = load(direction)
+                with using(self.settings):  # a backward may run in another thread
+                    self._passes[direction] = load(direction)
             return self._passes[direction]
 
     def forward(
@@ -222,7 +224,7 @@ class Kernels:
 
     def _for_cpu(self, direction: Direction) -> Pass:
         # A bundle's kernels check no addresses.
-        served = None if settings().check_bounds else self._from_bundle(None, direction)
+        served = None if current().check_bounds else self._from_bundle(None, direction)
         if served:
             family = passes.family_of(served, direction)
             return self._pass(direction, family, served, panel_rows=1, readable=(torch.int32,))

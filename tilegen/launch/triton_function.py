@@ -8,6 +8,7 @@ function, `warmup`, which returns the compiled kernel for given arguments, and `
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from threading import Lock
 from types import ModuleType
@@ -15,6 +16,8 @@ from typing import Any, cast
 
 import torch
 
+from tilegen.compiling.triton_cache import written
+from tilegen.disk import log
 from tilegen.kernels.config import TileConfig
 from tilegen.launch.launcher import Run, Unfamiliar
 from tilegen.parsing import collection_paused
@@ -65,10 +68,15 @@ class TritonFunction:
         )
         with self._lock:
             if kind not in self._known:
+                started = time.perf_counter()
                 try:
                     with collection_paused():
-                        compiled = self._jitted.warmup(*arguments, grid=(grid,), **self._options)
+                        compiled = written(
+                            lambda: self._jitted.warmup(*arguments, grid=(grid,), **self._options)
+                        )
                     self._known[kind] = _run_of(compiled)
+                    name, seconds = self._jitted.__name__, time.perf_counter() - started
+                    log.info("compiled %s, or read Triton's cache, in %.2f s", name, seconds)
                 except (AttributeError, TypeError) as error:
                     raise Unfamiliar(str(error)) from error
             return self._known[kind]

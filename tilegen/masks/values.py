@@ -7,11 +7,11 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
 
+from tilegen.environment import current
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.masks.language.elements import kind_of
 from tilegen.masks.made import is_traced
 from tilegen.masks.plain import plain_number
-from tilegen.settings import checks
 
 if TYPE_CHECKING:
     import numpy as np
@@ -342,7 +342,7 @@ def is_captured(device: Any) -> bool:
 
 def has_values(tensor: Any) -> bool:
     """Whether values may be looked at where nobody traces."""
-    return tensor.is_cpu or (checks() and not tensor.is_meta)
+    return tensor.is_cpu or (current().check and not tensor.is_meta)
 
 
 def check_range(tensor: Any, limit: int | None) -> None:

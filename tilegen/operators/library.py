@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
+from tilegen.environment import Settings, chosen, current, of_environment, using
 from tilegen.kernels.layout import empty_like, laid_like, public_lse
 from tilegen.launch.autograd import gradients
 from tilegen.launch.changes import Changes, Pages, Wanted
@@ -38,7 +39,7 @@ def forward(
     out, lse = computed(q, k, v, changes, tensors, _lengths(q, k), scale, dropout=dropout)
     if _has_score(changes) and lse.dim() == 3:
         lse = torch.stack([lse, torch.zeros_like(lse)], 2)
-    return _as_promised(out, q), lse.contiguous()
+    return _as_promised(out, q), noted(lse.contiguous())
 
 
 def computed(
@@ -118,12 +119,48 @@ def differentiated(
 ) -> list[torch.Tensor | None]:
     """Compute the gradients of the inputs `given`: q, k, v and trained tensors of a score.
     `results` are out and lse."""
+    with using(_noted.get(_place(results[1])) or of_environment()):
+        return _differentiated(given, results, dout, dlse, changes, scale)
+
+
+def _differentiated(
+    given: Sequence[torch.Tensor],
+    results: tuple[torch.Tensor, torch.Tensor],
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    changes: Changes,
+    scale: float,
+) -> list[torch.Tensor | None]:
     with torch.enable_grad():
         plan = plan_of(given[0], given[1], given[2], changes)
     if plan.kernels is None or scale < 0:
         return _computed_again(given, dout, dlse, changes, scale)
     with torch.no_grad():
         return _by_kernels(plan.kernels, given, results, dout, dlse, changes, scale)
+
+
+def noted(lse: torch.Tensor) -> torch.Tensor:
+    """Return the lse of a forward, whose settings are noted for the backward.
+
+    A backward runs in another thread, or in a compiled graph after a `with` block. Of all that it
+    gets from its forward, only tensors differ between two runs of a graph.
+    """
+    if chosen() or _noted:
+        _noted.pop(_place(lse), None)  # of an earlier tensor at this address
+    if chosen():
+        if len(_noted) >= MAX_NOTED:
+            _noted.clear()
+        _noted[_place(lse)] = current()
+    return lse
+
+
+def _place(tensor: torch.Tensor) -> tuple[torch.device, int]:
+    return tensor.device, tensor.data_ptr()
+
+
+MAX_NOTED = 1024
+_noted: dict[tuple[torch.device, int], Settings] = {}
+"""The settings of forwards that differ from those of the environment, by the place of lse."""
 
 
 def _by_kernels(

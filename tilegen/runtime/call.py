@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
+from tilegen import environment
 from tilegen.emit.identity import VECTOR_BYTES
+from tilegen.environment import current
 from tilegen.errors import InvalidProblem
 from tilegen.kernels.config import shares_columns
 from tilegen.launch.changes import Changes
@@ -25,7 +27,6 @@ from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import check_kv_lengths
 from tilegen.masks.tracing.fingerprint import Traces
 from tilegen.problem import MIN_HEAD_DIM, AttentionProblem, DType
-from tilegen.settings import settings
 
 DTYPES: dict[torch.dtype, DType] = {
     torch.float16: "fp16",
@@ -77,7 +78,9 @@ def facts_of(q: Any, k: Any, v: Any, changes: Changes) -> tuple[Any, ...]:
         names = ", ".join(kind_shown(x) for x in (q, k, v))
         raise InvalidProblem(f"q, k and v must be dense torch tensors, got {names}") from None
     cast = torch.is_autocast_enabled(where) and torch.get_autocast_dtype(where)
-    options = kind, form, cast, changes.dropout is None, padding, pages
+    # As `current` does, whose call would take twice as long.
+    settings = environment.chosen() or environment.of_process or current()
+    options = kind, form, cast, changes.dropout is None, padding, pages, settings
     return shapes, strides, dtypes, devices, offset, k_at == v_at, options
 
 
@@ -176,7 +179,7 @@ def problem_of_sizes(
         score=form_of(changes),
         dropout=changes.dropout is not None,
         page=page,
-        invariant=settings().batch_invariant,
+        invariant=current().batch_invariant,
         latent=values_in_keys(q, k, v),
     )
 

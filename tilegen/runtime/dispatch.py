@@ -16,6 +16,7 @@ import torch
 from tilegen import bundles, cpu
 from tilegen.disk import say_once
 from tilegen.emit.identity import is_aligned
+from tilegen.environment import BATCH_INVARIANT, current
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.kernels.config import BLOCK_SIZES
 from tilegen.kernels.descriptors import is_describable
@@ -46,7 +47,6 @@ from tilegen.runtime.call import (
 )
 from tilegen.runtime.dilation import group, ungroup
 from tilegen.runtime.paged_call import Form, checked_pages, run_pages
-from tilegen.settings import BATCH_INVARIANT, settings
 
 
 def planned(
@@ -142,7 +142,7 @@ def _rewritten(
     if is_narrow(q, k, v):
         return _widened, default
     text = changes.score.text if changes.score else ""
-    if settings().batch_invariant:  # as in `AttentionProblem.normal`
+    if current().batch_invariant:  # as in `AttentionProblem.normal`
         return None
     if q.ndim and (step := step_of(changes.kind.mask, text, q.shape[0])) > 1:
         problem_of(q, k, v, changes)  # raises if the tensors do not fit together
@@ -200,7 +200,7 @@ def _new_plan(
         served = _is_served(problem, "forward", q.device, form.is_aligned)
         if served or not computes_by_torch(q.device):
             key = problem.bucket, q.device, form.is_aligned, False, form.integers
-            kernels = plans.by_problem.get(key, lambda: Kernels(*key))
+            kernels = kernels_of(*key)
         run = partial(run_pages, kernels, form)
         return Plan(run, problem.head_dim_qk**-0.5, kernels=kernels, checks_fit=checks_fit)
     lengths = changes.kv_lengths
@@ -238,7 +238,7 @@ def _is_served(
     problem: AttentionProblem, direction: Direction, device: torch.device, aligned: bool
 ) -> bool:
     """Check whether a bundle has a pass for this machine's processor."""
-    if not bundles.loaded or not cpu.runs_compiled(device) or settings().cpu == "torch":
+    if not bundles.loaded or not cpu.runs_compiled(device) or current().cpu == "torch":
         return False
     if direction == "backward":
         problem = replace(problem, latent=False)
@@ -260,6 +260,11 @@ def _without_gradients(
     by_torch = trains and computes_by_torch(q.device)
     run = partial(_laid_out, torch_run) if by_torch else run
     return run(q, k, v, scale, changes)
+
+
+def kernels_of(*key: Any) -> Kernels:
+    """Return the kernels of a problem under the current settings, made once."""
+    return plans.by_problem.get((*key, current()), lambda: Kernels(*key))
 
 
 def _kernel_run(
@@ -285,7 +290,7 @@ def _kernel_run(
     aligned = all(map(is_aligned, tensors))
     describable = aligned and all(map(is_describable, tensors))
     key = problem.bucket, tensors[0].device, aligned, describable, integers
-    kernels = plans.by_problem.get(key, lambda: Kernels(*key))
+    kernels = kernels_of(*key)
     if not any(copied):
         return partial(autograd.run, kernels), kernels
 

@@ -9,6 +9,7 @@ import torch
 
 from tilegen.bounded_cache import BoundedCache
 from tilegen.emit.identity import is_aligned
+from tilegen.environment import current
 from tilegen.errors import InvalidProblem
 from tilegen.kernels.layout import Laid, strides_like
 from tilegen.kernels.split_kv import Requests, Views
@@ -101,7 +102,7 @@ class Form:
             *("paged", heads, heads_kv, width, v_width, page),
             *((size - 1).bit_length() for size in sizes),
             *(q.dtype, q.device, self.is_aligned, self.latent, *self.integers),
-            *(changes.kind, score),
+            *(changes.kind, score, current()),
         )
 
 

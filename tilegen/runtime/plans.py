@@ -12,7 +12,7 @@ MAX_LOADED = 1024
 by_call: BoundedCache[Any, Any] = BoundedCache(MAX_PLANS)  # a server keeps seeing new lengths
 """Plans of calls, by plan-cache key."""
 by_problem: BoundedCache[Any, Any] = BoundedCache(MAX_LOADED)
-"""Loaded kernels, by problem bucket, device and dtypes of integers."""
+"""Loaded kernels, by problem bucket, device, dtypes of integers and settings."""
 
 
 def forget() -> None:

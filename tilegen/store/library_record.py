@@ -12,10 +12,10 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, cast
 
 from tilegen.disk import say_once
+from tilegen.environment import current
 from tilegen.errors import InvalidRecord
 from tilegen.kernels.spec import BACKENDS, Backend, Direction
 from tilegen.problem import AttentionProblem
-from tilegen.settings import settings
 from tilegen.store.fields import parse_json
 from tilegen.store.files import inside, read_bytes, text_of, update
 from tilegen.store.record import measurement_from, measurement_values, slug, versions_of
@@ -68,7 +68,7 @@ def save_library(
         "command": command,
     }
     text = json.dumps(values, indent=2, allow_nan=False) + "\n"
-    file = inside(settings().cache_dir, library_path(gpu.name, direction, problem.bucket))
+    file = inside(current().cache_dir, library_path(gpu.name, direction, problem.bucket))
     update(file, lambda _: text.encode())
     return file
 
@@ -78,7 +78,7 @@ def library_record(
 ) -> LibraryRecord | None:
     """Load the record of a problem's bucket on a GPU model; None if there is no usable record. An
     unusable record is logged once."""
-    file = settings().cache_dir / library_path(gpu.name, direction, problem.bucket)
+    file = current().cache_dir / library_path(gpu.name, direction, problem.bucket)
     try:
         if (data := read_bytes(file)) is None:
             return None

@@ -12,10 +12,10 @@ from typing import Literal
 
 from tilegen.device import Device
 from tilegen.disk import say_once
+from tilegen.environment import current
 from tilegen.errors import InvalidRecord, Unsupported
 from tilegen.gpus.spec import GpuSpec
 from tilegen.problem import AttentionProblem
-from tilegen.settings import settings
 from tilegen.store import places
 from tilegen.store.election import conditions, elect, join, no_finding, verdict
 from tilegen.store.files import Change, Unreadable, text_of
@@ -245,7 +245,7 @@ def save(
         raise InvalidRecord(
             f"a record must read back as it was written; this one does not: {record}"
         )
-    location = location or Location(str(settings().cache_dir), "own")
+    location = location or Location(str(current().cache_dir), "own")
     record = join([record])
     result: tuple[bool, bool, str] | None = None
 
@@ -273,7 +273,7 @@ def save(
 def dated(record: TuningRecord) -> TuningRecord:
     """Date a new record after all findings of the same machine in the local cache: the machine's
     clock may have been set back since."""
-    own = Location(str(settings().cache_dir), "own")
+    own = Location(str(current().cache_dir), "own")
     with contextlib.suppress(InvalidRecord):
         data = places.peek(own, record.path)
         old = () if data is None else TuningRecord.from_json(text_of(data)).findings

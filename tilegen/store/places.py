@@ -13,10 +13,10 @@ from pathlib import Path, PurePath
 from typing import Literal
 
 from tilegen.disk import printable, say_once
+from tilegen.environment import Settings, current, place
 from tilegen.errors import InvalidRecord, TilegenError, Unsupported
 from tilegen.kernels.registry import KERNELS
 from tilegen.resources import data_dir
-from tilegen.settings import Settings, place, settings
 from tilegen.store import files, remote
 from tilegen.store.files import MAX_FILE_BYTES, Change
 from tilegen.store.reach import Unreachable, ask, shown
@@ -59,11 +59,11 @@ class Location:
         return str(self.folder or shown(self.url))
 
 
-def locations(current: Settings | None = None) -> tuple[Location, ...]:
+def locations(of: Settings | None = None) -> tuple[Location, ...]:
     """List the locations of records, in the order of look-up."""
-    current = current or settings()
-    ordered = [Location(str(current.cache_dir), "own")]
-    ordered += [Location(url, "shared") for url in (*current.cache_path, *_plugged_in())]
+    of = of or current()
+    ordered = [Location(str(of.cache_dir), "own")]
+    ordered += [Location(url, "shared") for url in (*of.cache_path, *_plugged_in())]
     with contextlib.suppress(Unsupported):  # this installation ships no records
         ordered.append(Location(str(data_dir("cache")), "shipped"))
     return tuple(dict.fromkeys(ordered))

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from tilegen.disk import write_whole
+from tilegen.environment import current
 from tilegen.errors import TilegenError, Unsupported
-from tilegen.settings import settings
 from tilegen.store.record import slug
 from tilegen.tuning.measure import one_line
 
@@ -77,7 +77,7 @@ def ask(
 
 def copies(url: str) -> Path:
     """Return the folder of the local cache that holds copies of a location's files."""
-    return settings().cache_dir / "remote" / slug(shown(url))
+    return current().cache_dir / "remote" / slug(shown(url))
 
 
 def shown(url: str) -> str:

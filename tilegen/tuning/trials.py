@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from tilegen.disk import cannot_write, log
+from tilegen.environment import current
 from tilegen.errors import InvalidRecord
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.problem import AttentionProblem
-from tilegen.settings import settings
 from tilegen.store.files import Locked, inside, locked, only_writer
 from tilegen.store.floor import too_fast
 from tilegen.store.places import Location, locations, read_trials
@@ -93,7 +93,7 @@ def trials_of(
 ) -> TrialLog:
     """Return the log of trials in the local cache, together with those of all other locations."""
     others = [location for location in locations() if location.origin != "own"]
-    return TrialLog(settings().cache_dir, gpu, kernel, problem, conditions, others=others)
+    return TrialLog(current().cache_dir, gpu, kernel, problem, conditions, others=others)
 
 
 @contextlib.contextmanager
@@ -107,7 +107,7 @@ def alone(
     `seconds`, or if the local cache cannot be written.
     """
     path, tuned = trials_path(gpu, kernel, problem), f"{kernel} for '{problem.bucket}'"
-    lock = inside(settings().cache_dir, path.with_name(f".{path.name}.lock"))
+    lock = inside(current().cache_dir, path.with_name(f".{path.name}.lock"))
     with contextlib.ExitStack() as held:
         try:
             held.enter_context(locked(lock, 0, f"to tune {tuned}"))

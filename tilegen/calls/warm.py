@@ -1,0 +1,123 @@
+"""Compile the kernels of calls ahead of time, in this process and into the local cache."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from tilegen import api
+from tilegen.cpu import runs_compiled
+from tilegen.emit.identity import rows_are_aligned
+from tilegen.environment import current, settings
+from tilegen.errors import InvalidProblem
+from tilegen.kernels.spec import Direction
+from tilegen.launch.autograd import computes_by_torch
+from tilegen.launch.changes import Changes, Wanted
+from tilegen.launch.kernels import Kernels
+from tilegen.problem import AttentionProblem
+from tilegen.runtime import dispatch
+from tilegen.runtime.call import DTYPES
+
+MAX_LENGTHS = 2**17
+"""Lengths of one call of `warm`: each takes some microseconds."""
+ROWS = 16
+"""Queries and keys of the tensors with which a GPU's kernels are compiled."""
+
+
+def warm(
+    problem: AttentionProblem | str | Sequence[AttentionProblem | str] = (),
+    lengths: Iterable[int] | str | None = None,
+    *,
+    catalog: Path | str | None = None,
+    backward: bool = False,
+    device: torch.device | str | None = None,
+) -> list[AttentionProblem]:
+    """Compile the kernels of calls ahead of time; later calls of these problems compile nothing.
+
+    Calls share kernels within a bucket: batch and lengths are rounded up to powers of two. With
+    `lengths`, such as `range(1, 8193)` or `"1..8192"`, every bucket of these lengths is compiled.
+    A length is that of keys, and of queries too unless the problem has another number of queries,
+    as `q1 kv4096` of decoding has. `problem` is a single problem or several; a `catalog` file may
+    replace it. `backward` compiles the kernels of training too.
+
+    Nothing is tuned, even with TILEGEN_TUNE=1. Lengths and tables of pages are int32, tensors dense
+    and aligned; calls with others may compile. On a GPU problems with tensors of a mask or score
+    are compiled for the choice, and loaded by Triton at their first call.
+
+    Returns the buckets; none where PyTorch computes. Raises InvalidProblem and Unsupported.
+    """
+    named = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    place = torch.empty(0, device=named).device  # with the index of a GPU, as tensors of calls have
+    problems = api.problems_of(problem, catalog)
+    buckets = dict.fromkeys(one.bucket for one in _of_lengths(problems, lengths))
+    if computes_by_torch(place):
+        return []
+    directions: tuple[Direction, ...] = ("forward", "backward") if backward else ("forward",)
+    for bucket in buckets:
+        integers = (torch.int32,) * 3 if bucket.page else ()
+        key = bucket, place, rows_are_aligned(bucket), rows_are_aligned(bucket), integers
+        with settings(tune=False):
+            kernels = dispatch.kernels_of(*key)
+            for direction in directions[: 1 if bucket.page else 2]:
+                kernels.load(direction)
+        if not runs_compiled(place) and _is_plain(bucket):
+            _launch(kernels, bucket, backward)
+    return [*buckets]
+
+
+def lengths_of(given: Iterable[int] | str) -> list[int]:
+    """Return the lengths of an argument: integers, or a text such as `1..8192,16384`. Raises
+    InvalidProblem."""
+    if isinstance(given, str):
+        ranges: list[int] = []
+        for part in given.split(","):
+            match = re.fullmatch(r"\s*(\d{1,9})(?:\.\.(\d{1,9}))?\s*", part)
+            if match is None:
+                raise InvalidProblem(f"lengths must be such as 1..8192 or 512,4096; got {given!r}")
+            ranges += range(int(match[1]), int(match[2] or match[1]) + 1)[: MAX_LENGTHS + 1]
+        given = ranges
+    lengths = list(given)
+    if wrong := [n for n in lengths if not isinstance(cast("Any", n), int) or n < 1]:
+        raise InvalidProblem(f"lengths must be integers from 1, got {wrong[0]!r}")
+    if not 1 <= len(lengths) <= MAX_LENGTHS:
+        raise InvalidProblem(f"expected 1 to {MAX_LENGTHS} lengths, got {len(lengths)}")
+    return lengths
+
+
+def _of_lengths(
+    problems: Sequence[AttentionProblem], lengths: Iterable[int] | str | None
+) -> Iterator[AttentionProblem]:
+    """Yield the problems with each length, as calls under the current settings have them."""
+    given = None if lengths is None else lengths_of(lengths)
+    for problem in problems:
+        one = replace(problem, invariant=problem.invariant or current().batch_invariant)
+        follows = one.seqlen_q == one.seqlen_kv
+        for length in [one.seqlen_kv] if given is None else given:
+            yield replace(one, seqlen_q=length if follows else one.seqlen_q, seqlen_kv=length)
+
+
+def _is_plain(problem: AttentionProblem) -> bool:
+    """Check whether a call of a problem has no tensors besides q, k and v."""
+    return not (problem.mask.values or problem.score or problem.dropout or problem.page)
+
+
+def _launch(kernels: Kernels, problem: AttentionProblem, backward: bool) -> None:
+    """Launch kernels on a few zeros, since Triton compiles at a launch, for any length."""
+    dtype = next(one for one, name in DTYPES.items() if name == problem.dtype)
+    dims = problem.head_dim_qk, problem.head_dim_qk, problem.head_dim_v
+    heads = problem.num_heads_q, problem.num_heads_kv, problem.num_heads_kv
+    q, k, v = (
+        torch.zeros(1, many, ROWS, dim, dtype=dtype, device=kernels.device)
+        for many, dim in zip(heads, dims, strict=True)
+    )
+    if problem.latent:
+        v = k[..., : problem.head_dim_v]
+    changes = Changes(problem.mask)
+    out, lse = kernels.forward(q, k, v, 1.0, changes)
+    if backward:
+        kernels.backward((q, k, v, out, lse), out, None, 1.0, changes, Wanted(True, True))
