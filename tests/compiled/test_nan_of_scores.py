@@ -50,6 +50,6 @@ def test_nan_is_where_pytorch_has_it(name: str, where: str, trains: bool) -> Non
     def pytorch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: torch.Tensor) -> Any:
         return theirs(q @ k.mT * DIM**-0.5, table).softmax(-1) @ v
 
-    found = nan_rows(kernels, given, trains)
+    actual = nan_rows(kernels, given, trains)
     expected = nan_rows(pytorch, [x.double() for x in given], trains)
-    assert [x.tolist() for x in found] == [x.tolist() for x in expected]
+    assert [x.tolist() for x in actual] == [x.tolist() for x in expected]
