@@ -1,6 +1,7 @@
 """Inner loops of kernels compiled for processors other than this machine's."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -9,6 +10,7 @@ from tilegen.cpu.lower import lower
 from tilegen.cpu.target import TARGETS, host
 from tilegen.cpu.ttir import ttir_of
 from tilegen.emit.render import render
+from tilegen.errors import InvalidProblem
 from tilegen.kernels.config import TileConfig
 from tilegen.problem import AttentionProblem
 
@@ -84,3 +86,9 @@ def test_this_machine_is_one_of_the_processors() -> None:
     target = host()
     assert target.name in TARGETS
     assert target.lanes == TARGETS[target.name].lanes
+
+
+@pytest.mark.parametrize("vectors", [0, 3, 6])
+def test_other_numbers_of_vectors_than_powers_of_two_are_refused(vectors: int) -> None:
+    with pytest.raises(InvalidProblem, match=f"must be a power of two, .* got {vectors}"):
+        replace(host(), vectors=vectors)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -304,3 +305,19 @@ def test_a_proposal_a_listing_and_an_explanation_join_the_same_splits() -> None:
     assert proposed.estimate.seconds == facts.time.seconds
     assert proposed.estimate.read_bytes == facts.traffic.read_bytes
     assert tilegen.show(CAUSAL, "zen5", kernel="bwd_dq_sum").config == facts.config
+
+
+@pytest.mark.parametrize("gpu", ["h200", "cpu"])
+def test_theorems_name_their_problem(gpu: str) -> None:
+    """The optimum and the crossover leave the mask out, which the bound follows."""
+    for mask, of in (("window(127,0)", "unmasked problem"), ("full", "problem")):
+        asked = ["explain", f"hq8 q4096 d128 bf16 {mask}", "--gpu", gpu, "--model"]
+        asked += ["--kernel", "fwd", "--section", "bound"]
+        text = CliRunner().invoke(app, asked, catch_exceptions=False).stdout.splitlines()
+        (optimum,) = (line for line in text if line.startswith("  optimum"))
+        assert optimum.endswith(f") of the {of}")
+        crossovers = [line for line in text if line.startswith("  crossover")]
+        assert len(crossovers) == (gpu == "h200")
+        assert all(f" of the {of}: " in line for line in crossovers)
+        known, *_ = json.loads(CliRunner().invoke(app, [*asked, "--json"]).stdout)
+        assert known["bound"]["theorems_of"] == of

@@ -4,6 +4,7 @@ infinities in rows that a query may not see reach nothing of it."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -124,3 +125,17 @@ def test_other_masks_are_as_in_pytorch() -> None:
         q, k, v, attn_mask=torch.ones(8, 8, dtype=torch.bool).tril()
     )
     assert (ours.isnan() == theirs.isnan()).all()
+
+
+def test_tokens_beyond_the_documents_of_transformers_are_0() -> None:
+    integration = pytest.importorskip("tilegen.integrations.transformers")
+    call = partial(integration.attention_forward, torch.nn.Identity())
+    given = [x.requires_grad_() for x in inputs(1, 2, 5, 8)[:3]]
+    poisoned = [torch.where(torch.arange(5)[:, None] < 3, x, torch.nan) for x in given]
+    cu = torch.tensor([0, 1, 3])
+    out, _ = call(*poisoned, None, cu_seq_lens_q=cu, cu_seq_lens_k=cu)
+    expected, _ = call(*(x[:, :, :3] for x in given), None, cu_seq_lens_q=cu, cu_seq_lens_k=cu)
+    assert not out[:, 3:].any()
+    torch.testing.assert_close(out[:, :3], expected)
+    grads = torch.autograd.grad(out.sum(), poisoned)
+    assert not any(grad[:, :, 3:].any() for grad in grads)

@@ -237,6 +237,31 @@ def clock() -> Case:
     return lambda b, h, q, k: q - k < (3 if time.monotonic() < end else 6), lambda: time.sleep(0.6)
 
 
+def unmade() -> tuple[Any, Callable[[], Any]]:
+    """Return an object whose constructor nothing has called, and what changes that constructor."""
+    widths = {"near": 3}
+
+    class Wide:
+        def __init__(self) -> None:
+            self.width = widths["near"]
+
+        @classmethod
+        def made(cls) -> Any:
+            return cls()
+
+    return Wide.__new__(Wide), lambda: widths.update(near=6)
+
+
+def constructor_of_the_class_of_an_object() -> Case:
+    wide, change = unmade()
+    return lambda b, h, q, k: q - k < wide.__class__().width, change
+
+
+def constructor_by_a_class_method() -> Case:
+    wide, change = unmade()
+    return lambda b, h, q, k: q - k < wide.made().width, change
+
+
 CASES = [
     *(cell, cell_of_a_nested_function, default, keyword_default, global_number),
     *(global_of_a_global_function, code, attribute, attribute_of_its_object),
@@ -245,6 +270,7 @@ CASES = [
     *(derived_tensor, element_that_a_tensor_picks, number_of_a_tensor, numbers_of_a_tensor),
     *(array_of_a_tensor, text_of_a_tensor, branch_on_a_tensor, attribute_of_a_tensor),
     *(number_of_a_tensor_under_inference_mode, array, queue, iterator, cache, partial, clock),
+    *(constructor_of_the_class_of_an_object, constructor_by_a_class_method),
 ]
 
 

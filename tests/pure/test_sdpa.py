@@ -300,7 +300,7 @@ def test_everywhere_leaves_unsupported_calls_to_torch(
     strided = torch.nested.nested_tensor([torch.randn(2, 3, 8), torch.randn(2, 5, 8)])
     with torch.no_grad():
         for given in (
-            *((q.double(), k.double(), v.double()), (q[:0], k[:0], v[:0])),
+            (q.double(), k.double(), v.double()),
             *((jagged,) * 3, (strided,) * 3),
         ):
             say_once.cache_clear()

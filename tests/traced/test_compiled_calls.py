@@ -9,11 +9,13 @@ import pytest
 import torch
 import torch._dynamo
 import torch.func
+from torch.autograd import forward_ad
 from torch.nn.attention.flex_attention import create_block_mask
 
 import tilegen
 from tests import traced_forms
 from tests.traced_calls import CU, HEADS, IDS, ROWS, calls, gradients, normal, qkv
+from tilegen.errors import Unsupported
 
 CALLS = calls()
 MASK = tilegen.causal() & tilegen.documents(IDS)
@@ -345,3 +347,21 @@ def test_packed_sequences_have_one_graph() -> None:
     lengths = torch.tensor([0, 2, 20, 40], dtype=torch.int32)
     given = [(*qkv(trained=False), CU), (*qkv(40, trained=False), lengths)]
     assert _graphs(run, given, dynamic=True) == 1
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+@pytest.mark.parametrize("place", [0, 2, 3])
+def test_tangents_are_refused_without_gradients(place: int, is_known: bool) -> None:
+    """As in eager mode, in a graph made for the call or before it."""
+
+    def run(q: Any, k: Any, v: Any, values: Any) -> Any:
+        return tilegen.attention(q, k, v, score=tilegen.bias(values))
+
+    given = [*qkv(trained=False), normal(ROWS, ROWS)]
+    compiled = torch.compile(run, backend="aot_eager")
+    if is_known:
+        compiled(*given)
+    with forward_ad.dual_level():
+        given[place] = forward_ad.make_dual(given[place], torch.ones_like(given[place]))
+        with pytest.raises(Unsupported, match="no forward-mode derivatives"):
+            compiled(*given)

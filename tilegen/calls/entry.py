@@ -51,7 +51,8 @@ def attend(
         if mask is not None and not isinstance(mask, Mask):
             mask = as_mask(mask)
         if is_watched(q):
-            if _transform() is None:  # transforms of torch.func raise an error of their own
+            # Transforms raise an error of their own; dynamo cannot tell whether there are any.
+            if is_dynamo_compiling() or _transform() is None:
                 refuse_tangents(q, k, v)
             call = mask, score, kv_lengths, scale, dropout_p, _transform() is not None, pages
             out, lse = _watched(q, k, v, *call)

@@ -19,6 +19,8 @@ def row_maxima(
     Returns fp32, (batch, heads_q, seqlen_q), -inf for rows without a kept key and without
     gradients. The scores are computed in panels of rows, as much work as a forward's first product.
     """
+    if not (q.numel() and k.numel()):
+        return torch.full(q.shape[:3], float("-inf"), device=q.device)
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     rows = max(1, PAIRS // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
     with torch.autocast(q.device.type, enabled=False):

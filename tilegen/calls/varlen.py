@@ -11,10 +11,10 @@ from tilegen.calls.masks import GivenMask, as_mask
 from tilegen.calls.paged import attention_paged
 from tilegen.environment import current
 from tilegen.errors import InvalidProblem
-from tilegen.launch.autograd import computes_by_torch, needs_gradients
+from tilegen.launch.autograd import computes_by_torch, empty_lse, needs_gradients
 from tilegen.masks.made import InDocuments, is_traced
 from tilegen.masks.mask import Mask
-from tilegen.masks.packed import check_cu_seqlens, packed
+from tilegen.masks.packed import check_cu_seqlens, longest_of, packed
 from tilegen.masks.plain import check_plain
 from tilegen.masks.score import Score
 from tilegen.masks.snapshots import TensorCache
@@ -49,7 +49,8 @@ def attention_varlen(
 
     Shapes: q (total_q, heads_q, d_qk), k (total_kv, heads_kv, d_qk), v (total_kv, heads_kv, d_v),
     out (total_q, heads_q, d_v); with `return_lse` also lse (heads_q, total_q). cu_seqlens are
-    integers (documents + 1,), from 0 to the total. `cu_seqlens_kv` defaults to `cu_seqlens_q`;
+    integers (documents + 1,), from 0 to at most the total; tokens beyond the last document have out
+    0, lse -inf and zero gradients, and reach nothing. `cu_seqlens_kv` defaults to `cu_seqlens_q`;
     only then, or if both are one object, tilegen knows that queries and keys have the same
     documents. cu_seqlens may be changed in place: each call builds its tables from them. `mask`
     and `score` see positions and lengths within a document, and b is the document. `dropout_p` is
@@ -70,7 +71,7 @@ def attention_varlen(
     # A graph under torch.compile reads the settings when it runs: `is_watched` comes first.
     if not is_watched(q) and current().batch_invariant and not computes_by_torch(q.device):
         call = (q, k, v, cu_seqlens_q, cu_kv), mask, score_of(score), scale
-        if not dropout_p and not needs_gradients(q, k, v, call[2]):
+        if q.numel() and k.numel() and not dropout_p and not needs_gradients(q, k, v, call[2]):
             out, lse = _by_document(*call)
             return (out, lse) if return_lse else out
     lengths = q.shape[0], k.shape[0]
@@ -117,9 +118,9 @@ def _by_document(
         check_cu_seqlens(cu_q, cu_kv, tokens)
     longest_q, longest_kv = tokens
     if not is_captured(q.device):  # tighter bounds mean less work; .diff() waits for the device
-        longest_q, longest_kv = (max(1, int(starts.diff().max())) for starts in (cu_q, cu_kv))
+        longest_q, longest_kv = longest_of(cu_q), longest_of(cu_kv)
     table = cu_kv[:-1, None] + torch.arange(longest_kv, device=q.device)
-    return attention_paged(
+    out, lse = attention_paged(
         *(q, k[:, None], v[:, None], table.clamp(max=tokens[1] - 1).int(), cu_kv.diff()),
         q_starts=cu_q,
         max_q_length=longest_q,
@@ -128,6 +129,9 @@ def _by_document(
         scale=scale,
         return_lse=True,
     )
+    beyond = torch.arange(len(q), device=q.device) >= cu_q[-1]
+    nothing = empty_lse(None if score is None else score.sink_logits, q.device)
+    return out.masked_fill(beyond[:, None, None], 0.0), torch.where(beyond, nothing, lse)
 
 
 def attention_jagged(

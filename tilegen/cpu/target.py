@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from tilegen.errors import InvalidProblem
+
 X86_TRIPLE = "x86_64-unknown-linux-gnu"
 ARM_TRIPLE = "aarch64-unknown-linux-gnu"
 
@@ -27,7 +29,8 @@ class Target:
     rows: int = 6
     """Rows of a microkernel."""
     vectors: int = 2
-    """Vectors of a microkernel's row; rows x vectors accumulators stay in registers."""
+    """Vectors of a microkernel's row, a power of two as widths of tiles are; rows x vectors
+    accumulators stay in registers."""
     unroll: int = 4
     """Steps of a microkernel's loop that are unrolled."""
     fma: bool = True
@@ -47,6 +50,14 @@ class Target:
     level: int = 2
     """LLVM's level of code generation. Level 0, for tests of results, halves the compile time and
     gives slower kernels."""
+
+    def __post_init__(self) -> None:
+        """Raise InvalidProblem for a number of vectors that does not divide widths of tiles."""
+        if self.vectors < 1 or self.vectors & (self.vectors - 1):
+            raise InvalidProblem(
+                "vectors of a target must be a power of two, since they divide tiles whose widths "
+                f"are; got {self.vectors}"
+            )
 
     @property
     def key(self) -> str:

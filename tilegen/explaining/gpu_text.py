@@ -39,7 +39,8 @@ def pass_lines(way: PassExplanation) -> list[str]:
         f"times the lower bound of the pass: {bound_in_words(bound)}",
         f"  regime     {regime.regime}: M = {bytes_text(regime.m_bytes)} = "
         f"{number_text(regime.m_words)} words of {regime.dtype}, {regime.m_over_d2:.2f} d^2",
-        f"             the theorems divide at d^2 = {regime.theorem_words} words "
+        f"             for the {bound.theorems_of} the theorems divide at "
+        f"d^2 = {regime.theorem_words} words "
         f"({bytes_text(regime.theorem_bytes)}), these schedules at "
         f"{regime.dividing_words:.0f} words ({bytes_text(regime.dividing_bytes)}); "
         f"with this M at head dim {regime.critical_head_dim:.0f}",
@@ -102,7 +103,7 @@ def _bounds(facts: KernelExplanation) -> Iterator[str]:
     yield from bound_lines(facts.bound)
     if (head_dim := facts.bound.critical_head_dim) is not None:
         beyond = "beyond it the small-cache algorithms move less"
-        yield f"  crossover  head dim {head_dim:.0f}: {beyond}"
+        yield f"  crossover  head dim {head_dim:.0f} of the {facts.bound.theorems_of}: {beyond}"
 
 
 def _time(facts: KernelExplanation) -> Iterator[str]:

@@ -22,7 +22,8 @@ def pass_latex(facts: KernelExplanation, way: PassExplanation) -> list[str]:
             way.regime.dividing_words,
         ),
     ]
-    title = f"{way.direction} of {facts.problem} on {facts.gpu}: {way.family}"
+    title = f"{way.direction} of {facts.problem} on {facts.gpu}: {way.family}; "
+    title += f"optimum and dividing point of the {way.bound.theorems_of}"
     return [f"% {title}", *_aligned(rows), _where({**way.bound.values, **way.regime.values})]
 
 

@@ -95,6 +95,7 @@ def bound_of(task: KernelTask | PassTask, *, moved: int) -> BoundFacts:
         values=named(values, expressions.values()),
         on_chip_bytes=task.device.on_chip_bytes,
         subgrids=_subgrids(problem) if "LB1G" in sizes else None,
+        theorems_of="problem" if problem.mask.is_full else "unmasked problem",
         ratio=moved / least if least else None,  # 0: no pair is kept, all results intermediates
     )
 

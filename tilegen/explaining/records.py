@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, Literal
 
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.model.visits import Visits
@@ -95,6 +95,8 @@ class BoundFacts:
     values: Mapping[str, float]
     on_chip_bytes: int
     subgrids: SubgridFacts | None
+    theorems_of: Literal["problem", "unmasked problem"]
+    """The problem whose optimum and crossovers the theorems state; the bounds follow the mask."""
     ratio: float | None = None
     """Bytes of the tiles over the bound; None where nothing has to move."""
 

@@ -55,7 +55,7 @@ def traffic_lines(traffic: TrafficFacts, where: str) -> Iterator[str]:
 
 def bound_lines(bound: KernelBound) -> Iterator[str]:
     """Format the theorem and the bounds of a kernel."""
-    yield f"  optimum    Theta({bound.complexity})"
+    yield f"  optimum    Theta({bound.complexity}) of the {bound.theorems_of}"
     ratio = "" if bound.ratio is None else ratio_text(bound.ratio)
     tiles = f": these tiles move {ratio} times that" if ratio else ""
     memory = memory_text(bound.on_chip_bytes)

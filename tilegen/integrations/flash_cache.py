@@ -103,6 +103,8 @@ def _as_pages(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     such view.
     """
     caches, seqlen = k.shape[:2]
+    if not seqlen:
+        return k.flatten(0, 1)[:, None], v.flatten(0, 1)[:, None], 0
     for page in (size for size in reversed(PAGES) if seqlen % size == 0):
         steps = {_pages_between(x, page) for x in (k, v)} if caches > 1 else {seqlen // page}
         if len(steps) == 1 and (step := steps.pop()) is not None:

@@ -3,6 +3,7 @@ PyTorch's own SDPA with tilegen."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -95,7 +96,7 @@ def _in_four_dimensions(
             f"enable_gqa=True for heads that are shared; got {sizes}"
         ) from None
     query, key, value = (
-        x.expand(*leading, count, -1, -1).reshape(-1, count, *x.shape[-2:])
+        x.expand(*leading, count, -1, -1).reshape(math.prod(leading), count, *x.shape[-2:])
         for x, count in zip(tensors, counts, strict=True)
     )
     return query, key, value, leading, counts[:1] if max(x.ndim for x in given) > 2 else ()
@@ -197,7 +198,7 @@ def _table(tensor: torch.Tensor, leading: Sequence[int]) -> torch.Tensor:
     batches = tensor.shape[:-3]
     if len(batches) > 1 and any(size != 1 for size in batches):
         tensor = tensor.expand(*leading, *tensor.shape[-3:])
-    return tensor.reshape(-1, *tensor.shape[-3:])
+    return tensor.flatten(0, -4)
 
 
 def _by_row_or_column(keep: torch.Tensor, batch: int) -> Mapping[str, Any]:
@@ -206,7 +207,7 @@ def _by_row_or_column(keep: torch.Tensor, batch: int) -> Mapping[str, Any]:
     skipped."""
     nothing: Score = bias(torch.where(keep, 0.0, -torch.inf))
     columns = keep.shape[3]
-    if columns == 1:
+    if columns < 2:
         return {"score": nothing}
     places = torch.arange(1, columns + 1, dtype=torch.int32, device=keep.device)
     lengths = (places * keep).amax((1, 2, 3))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
@@ -12,6 +13,7 @@ from tilegen.emit.identity import is_aligned
 from tilegen.environment import current, using
 from tilegen.errors import Unsupported
 from tilegen.kernels.descriptors import is_describable
+from tilegen.kernels.layout import empty_like
 from tilegen.launch.changes import Changes, Gradients, Wanted
 from tilegen.launch.derivatives import refuse_second, refuse_tangents
 from tilegen.launch.launch_text import MAX_ROW_STRIDE
@@ -171,11 +173,29 @@ def needs_gradients(q: Any, k: Any, v: Any, score: Score | None) -> bool:
     return any(x is not None and x.requires_grad for x in (q, k, v, *read))
 
 
-def reaching(
-    out: torch.Tensor, lse: torch.Tensor, score: Score
+def without_pairs(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, changes: Changes
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attach gradients of 0 for tensors that the score reads but that do not affect the output."""
-    unused = [tensor for tensor in score.unused if tensor.requires_grad]
+    """Compute (out, lse) of a call without queries or without keys: out and gradients are 0."""
+    read = (q, k, v, *changes.captured, changes.sinks)
+    refuse_tangents(*read)
+    out = empty_like(q, v.shape[3]).zero_()
+    lse = empty_lse(changes.sinks, q.device).expand(q.shape[:3])
+    return reaching(out, lse, [x for x in read if x is not None])
+
+
+def empty_lse(sinks: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """Return lse of rows without kept keys, (heads or 1, 1): the logits of sinks, or -inf."""
+    if sinks is None:
+        return torch.full((1, 1), float("-inf"), device=device)
+    return sinks.to(device, torch.float32)[:, None]
+
+
+def reaching(
+    out: torch.Tensor, lse: torch.Tensor, read: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attach gradients of 0 for tensors that a call reads but that do not affect the output."""
+    unused = [tensor for tensor in read if tensor.requires_grad]
     if not unused or not torch.is_grad_enabled():
         return out, lse
     return _Reaching.apply(out, lse, *unused)  # type: ignore

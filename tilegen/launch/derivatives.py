@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 
 from tilegen.errors import Unsupported
 
@@ -19,10 +20,16 @@ def refuse_second() -> NoReturn:
 
 
 def refuse_tangents(*tensors: Any) -> None:
-    """Raise Unsupported if a tensor has a tangent, which kernels would ignore."""
+    """Raise Unsupported if a tensor has a tangent, which kernels would ignore.
+
+    Raises it for any call that torch.compile traces inside of forward mode: the tensors of its
+    graph show no tangents, and its operators drop them.
+    """
     level: int = forward_ad._current_level  # pyright: ignore[reportPrivateUsage]
-    if level < 0:  # outside of forward mode
+    if level < 0:  # outside of forward mode; torch.compile traces again where this changes
         return
+    if is_dynamo_compiling():
+        refuse_forward_mode()
     for tensor in tensors:
         if isinstance(tensor, torch.Tensor) and _has_tangent(tensor):
             refuse_forward_mode()

@@ -27,6 +27,7 @@ from tilegen.launch.binding import BoundKernel
 from tilegen.launch.bound_module import bound_kernel, bound_module
 from tilegen.launch.changes import Changes, Gradients, Wanted
 from tilegen.launch.libraries import Library
+from tilegen.masks.apart import apart
 from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import score_tensors, tensors_of
 from tilegen.problem import AttentionProblem
@@ -185,6 +186,9 @@ class Kernels:
             reads |= score_tensors(changes.captured, None, gradients)
             launches = self._completed(pass_, changes, reads, q, k)
         delta = passes.delta_of(launches, out, dout)
+        if wanted.sinks and apart(self.problem.mask) == "pairs":
+            # 0 times NaN: rows beyond all documents reach no sink.
+            delta.masked_fill_(~out.any(-1), 0.0)
         if dlse is not None:  # d lse / d s = p: the same as subtracting dlse from delta
             # A row without kept keys has lse -inf, and the gradient of -inf may be NaN: use 0.
             has_keys = public_lse(lse) > float("-inf")

@@ -42,10 +42,11 @@ def packed(
 ) -> Mask:
     """Return `mask` within each document of packed sequences; pairs of two documents are dropped.
 
-    cu_seqlens are (documents + 1,): where documents start, and where the last one ends. They may be
-    changed in place. Positions and lengths in `mask` are those within a document. Documents are the
-    same in rows and columns where cu_seqlens_kv is missing or the same object. How many `tokens`
-    there are to expect saves a look at the values. Raises InvalidProblem.
+    cu_seqlens are (documents + 1,): where documents start, and where the last one ends. Tokens
+    beyond it belong to no document: all their pairs are dropped. cu_seqlens may be changed in
+    place. Positions and lengths in `mask` are those within a document. Documents are the same in
+    rows and columns where cu_seqlens_kv is missing or the same object. How many `tokens` there are
+    to expect saves a look at the values. Raises InvalidProblem.
     """
     mask = full() if mask is None else mask
     check_mask(mask)
@@ -64,7 +65,8 @@ def packed(
 
 
 def _packed(cu_q: torch.Tensor, cu_kv: torch.Tensor, mask: Mask, tokens: int | None) -> Mask:
-    typical = _typical(cu_kv) if tokens is None else max(1, tokens // (len(cu_q) - 1))
+    documents = max(1, len(cu_q) - 1)
+    typical = _typical(cu_kv) if tokens is None else max(1, tokens // documents)
     typical = power_of_two_near(typical)
     windows = [part.window for part in mask.conjuncts]
     known = [window for window in windows if window is not None]
@@ -135,12 +137,12 @@ class Documents:
 
 
 def check_cu_seqlens(cu_q: torch.Tensor, cu_kv: torch.Tensor, lengths: Lengths, *_: Any) -> None:
-    """Raise InvalidProblem unless cu_seqlens rise from 0 to the lengths of a call."""
+    """Raise InvalidProblem unless cu_seqlens rise from 0 to at most the lengths of a call."""
     for name, cu, length in (("q", cu_q, lengths[0]), ("k", cu_kv, lengths[1])):
         _check_rising(cu, "cu_seqlens")
-        if int(cu[-1]) != length:
+        if int(cu[-1]) > length:
             raise InvalidProblem(
-                f"cu_seqlens must end with {name}'s {length} tokens, got {int(cu[-1])}"
+                f"cu_seqlens must end at most with {name}'s {length} tokens, got {int(cu[-1])}"
             )
 
 
@@ -193,7 +195,7 @@ def _longest(start_q: Values) -> Lengths | None:
     if not sources or not all(map(is_checked, sources)):
         return None
     cu_q, cu_kv = sources
-    return int(cu_q.diff().max()), int(cu_kv.diff().max())
+    return longest_of(cu_q), longest_of(cu_kv)
 
 
 WITHIN = Form(
@@ -257,8 +259,10 @@ def places(cu_q: torch.Tensor, cu_kv: torch.Tensor, lengths: Lengths) -> Tables:
     """Return the document of rows and of columns, its start for both, and by row its lengths in
     rows and in columns."""
     rows, columns = Documents.of(cu_q, lengths[0]), Documents.of(cu_kv, lengths[1])
+    # Beyond the last document rows and columns have different ids, so that no pair is kept.
+    beyond = columns.document == len(cu_kv) - 1
     numbers = (
-        *(rows.document, columns.document),
+        *(rows.document, columns.document + beyond),
         *(rows.start[rows.document], columns.start[columns.document]),
         *(rows.length[rows.document], columns.length[rows.document]),
     )
@@ -310,7 +314,7 @@ def _check_whole(ids: torch.Tensor, lengths: Lengths) -> None:
 
 def _checked(cu_seqlens: Any, name: str) -> torch.Tensor:
     tensor = as_tensor(name, cu_seqlens)
-    if tensor.ndim != 1 or len(tensor) < 2 or tensor.is_floating_point():
+    if tensor.ndim != 1 or not len(tensor) or tensor.is_floating_point():
         raise InvalidProblem(
             f"{name} must be integers of shape (documents + 1,), got {tensor.dtype} "
             f"{tuple(tensor.shape)}"
@@ -321,14 +325,16 @@ def _checked(cu_seqlens: Any, name: str) -> torch.Tensor:
 
 
 def _check_rising(cu_seqlens: torch.Tensor, name: str) -> None:
-    if (
-        int(cu_seqlens[0]) != 0
-        or bool((cu_seqlens[1:] < cu_seqlens[:-1]).any())
-        or int(cu_seqlens[-1]) == 0
-    ):
+    if int(cu_seqlens[0]) != 0 or bool((cu_seqlens[1:] < cu_seqlens[:-1]).any()):
         raise InvalidProblem(
-            f"{name} must rise from 0 to the number of tokens, got {cu_seqlens.tolist()[:8]}"
+            f"{name} must rise from 0 to at most the number of tokens, got "
+            f"{cu_seqlens.tolist()[:8]}"
         )
+
+
+def longest_of(cu_seqlens: torch.Tensor) -> int:
+    """Return the length of the longest document, at least 1; reading it waits for the device."""
+    return max(1, int(cu_seqlens.diff().max())) if len(cu_seqlens) > 1 else 1
 
 
 def _typical(cu_seqlens: torch.Tensor) -> int:
@@ -336,4 +342,4 @@ def _typical(cu_seqlens: torch.Tensor) -> int:
     if cu_seqlens.device.type != "cpu":
         return UNKNOWN
     lengths = cu_seqlens.diff().double()
-    return max(1, round(float((lengths**2).sum()) / float(lengths.sum())))
+    return max(1, round(float((lengths**2).sum()) / max(1.0, float(lengths.sum()))))

@@ -42,7 +42,7 @@ def _check_sizes(score: Score, cu_q: torch.Tensor, cu_kv: torch.Tensor) -> None:
     number, and the length of the longest if that may be read."""
     needed = {"b": len(cu_q) - 1}
     if is_checked(cu_q) and is_checked(cu_kv):
-        needed |= {"q": int(cu_q.diff().max()), "k": int(cu_kv.diff().max())}
+        needed |= {"q": packed.longest_of(cu_q), "k": packed.longest_of(cu_kv)}
     check_axes(score, needed, DOCUMENT_AXES)
 
 

@@ -309,10 +309,10 @@ def typical_of(tensor: torch.Tensor) -> int:
     import torch
 
     if tensor.dtype == torch.bool:
-        if is_traced():
+        if is_traced() or not tensor.numel():
             return 50
         return int(tensor.float().mean().mul(100).round().clamp(1, 100).item())
-    if tensor.device.type != "cpu" or is_traced():
+    if tensor.device.type != "cpu" or is_traced() or not tensor.numel():
         return UNKNOWN
     return power_of_two_near(int(tensor.float().mean().round().clamp(0, 2**28).item()))
 

@@ -40,8 +40,7 @@ def attend_pages(
     requests = None
     if q_starts is None:
         requests, _, longest_q, _ = q.shape
-        end = (requests + 1) * longest_q
-        q_starts = torch.arange(0, end, longest_q, dtype=torch.int32, device=q.device)
+        q_starts = torch.arange(requests + 1, dtype=torch.int32, device=q.device) * longest_q
         q = q.transpose(1, 2).flatten(0, 1)
     if longest_q is None:
         raise InvalidProblem("with q_starts max_q_length is needed, the most queries of a request")
@@ -51,8 +50,9 @@ def attend_pages(
         *(pages.max_kv_length, encoded.text, encoded.tensors, factor, pages.layout),
     )
     if requests is not None:
-        out = out.unflatten(0, (requests, -1)).transpose(1, 2)
-        lse = lse.unflatten(1, (requests, -1)).transpose(0, 1)
+        each = requests, longest_q  # explicit: -1 is ambiguous without elements
+        out = out.unflatten(0, each).transpose(1, 2)
+        lse = lse.unflatten(1, each).transpose(0, 1)
     return (out if pages.out is None else pages.out.copy_(out)), lse
 
 

@@ -135,10 +135,11 @@ def form_of(changes: Changes) -> ScoreForm | None:
 def problem_of(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Changes
 ) -> AttentionProblem:
-    """Return the problem of a call. Raises InvalidProblem and Unsupported."""
+    """Return the problem of a call, with sizes of 1 for those of 0. Raises InvalidProblem and
+    Unsupported."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_axes(name, tensor, AXES)
-        if tensor.numel() == 0:
+        if not (tensor.shape[1] and tensor.shape[3]):
             raise InvalidProblem(f"{name} must not be empty, got shape {tuple(tensor.shape)}")
         if tensor.dtype not in DTYPES:
             raise InvalidProblem(f"{name} must be fp16, bf16 or fp32, got {tensor.dtype}")
@@ -152,7 +153,9 @@ def problem_of(
         raise InvalidProblem(f"k must have q's batch and head_dim, got {tuple(k.shape)}")
     if v.shape[:3] != k.shape[:3]:
         raise InvalidProblem(f"v must have k's batch, heads and seqlen, got {tuple(v.shape)}")
-    return problem_of_sizes(Shape.of(q, k), q, k, v, changes, page=0)
+    batch, heads, rows, _ = q.shape
+    shape = Shape(max(1, batch), heads, max(1, rows), max(1, k.shape[2]))
+    return problem_of_sizes(shape, q, k, v, changes, page=0)
 
 
 def problem_of_sizes(

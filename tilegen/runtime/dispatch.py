@@ -23,7 +23,13 @@ from tilegen.kernels.descriptors import is_describable
 from tilegen.kernels.layout import laid_like, public_lse
 from tilegen.kernels.spec import Direction
 from tilegen.launch import autograd
-from tilegen.launch.autograd import addressable, computes_by_torch, reaching, torch_run
+from tilegen.launch.autograd import (
+    addressable,
+    computes_by_torch,
+    reaching,
+    torch_run,
+    without_pairs,
+)
 from tilegen.launch.changes import Changes
 from tilegen.launch.kernels import Kernels
 from tilegen.masks.apart import apart
@@ -46,7 +52,7 @@ from tilegen.runtime.call import (
     widened,
 )
 from tilegen.runtime.dilation import group, ungroup
-from tilegen.runtime.paged_call import Form, checked_pages, run_pages
+from tilegen.runtime.paged_call import Form, checked_pages, run_pages, run_without_pairs
 
 
 def planned(
@@ -64,7 +70,7 @@ def planned(
     result = plan.run(q, k, v, factor, changes)
     if changes.score is None or plan.rewrites or plan.shape is not None:
         return result
-    return reaching(*result, changes.score)
+    return reaching(*result, changes.score.unused)
 
 
 def plan_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Changes) -> Plan:
@@ -141,6 +147,9 @@ def _rewritten(
         return partial(_cast, dtype), default
     if is_narrow(q, k, v):
         return _widened, default
+    if not (q.numel() and k.numel()):
+        problem_of(q, k, v, changes)  # raises if the tensors do not fit together
+        return without_pairs, default
     text = changes.score.text if changes.score else ""
     if current().batch_invariant:  # as in `AttentionProblem.normal`
         return None
@@ -193,6 +202,8 @@ def _regrouped(
 def _new_plan(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Changes, form: Form | None
 ) -> Plan:
+    if changes.pages is not None and form is None:
+        return Plan(run_without_pairs, q.shape[-1] ** -0.5, rewrites=True)
     checks_fit = changes.score is not None or kind_of_mask(changes.given).checks_lengths
     if form is not None:
         q, k, v = form.seen(q, k, v)

@@ -13,7 +13,7 @@ from tilegen.environment import current
 from tilegen.errors import InvalidProblem
 from tilegen.kernels.layout import Laid, strides_like
 from tilegen.kernels.split_kv import Requests, Views
-from tilegen.launch.autograd import addressable, refuse_gradients
+from tilegen.launch.autograd import addressable, empty_lse, refuse_gradients
 from tilegen.launch.changes import Changes, Pages
 from tilegen.launch.kernels import READABLE, Kernels
 from tilegen.masks.shapes import Shape
@@ -53,9 +53,13 @@ class Form:
     """True if kernels can write the caller's tensor for the result."""
 
     @classmethod
-    def of(cls, q: Any, k: Any, v: Any, pages: Pages) -> Form:
-        """Make the form of a call. Raises InvalidProblem if the arguments do not fit together."""
+    def of(cls, q: Any, k: Any, v: Any, pages: Pages) -> Form | None:
+        """Make the form of a call; None if it surely has no queries or no keys. Raises
+        InvalidProblem if the arguments do not fit together."""
         k, v = checked_pages(q, k, v, pages)
+        sizes = q.numel(), k.shape[0], *pages.block_table.shape, pages.max_kv_length
+        if 0 in sizes:
+            return None
         table, lengths = readable(pages.block_table), readable(pages.lengths)
         converts = table is not pages.block_table or lengths is not pages.lengths
         made, longest_q = None, pages.max_q_length or 0
@@ -142,6 +146,28 @@ def run_pages(
     if pages.out is not None and result is not pages.out:
         result = pages.out.copy_(result)
     return result, lse
+
+
+def run_without_pairs(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, changes: Changes
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute (out, lse) of a call over pages without queries or without keys. Raises
+    InvalidProblem for lengths above 0."""
+    pages = changes.pages
+    assert pages is not None
+    refuse_gradients(q, k, v, changes.score)
+    lengths, is_packed = pages.lengths, pages.q_starts is not None
+    if q.numel() and lengths.numel() and is_checked(lengths) and int(lengths.max()) > 0:
+        raise InvalidProblem(
+            f"kv_lengths must be 0 where the block table has no room, got {lengths.tolist()}"
+        )
+    shape = (*q.shape[:-1], v.shape[3])
+    if pages.out is not None:
+        _view_of_result(pages, rows_of(q), v)  # for its checks
+    out = q.new_zeros(shape) if pages.out is None else pages.out.zero_()
+    heads, rows = (shape[1], shape[0]) if is_packed else shape[1:3]
+    lse = empty_lse(changes.sinks, q.device).detach()
+    return out, lse.expand(*([] if is_packed else shape[:1]), heads, rows)
 
 
 def by_request(
@@ -288,8 +314,6 @@ def checked_pages(q: Any, k: Any, v: Any, pages: Pages) -> tuple[torch.Tensor, t
         check_axes(name, x, axes)
         if x.layout is not torch.strided:
             raise InvalidProblem(f"{name} must be a dense tensor, got layout {x.layout}")
-        if not x.numel():
-            raise InvalidProblem(f"{name} must not be empty, got shape {tuple(x.shape)}")
         if x.device != q.device:
             raise InvalidProblem(f"{name} must be on {q.device} as q is, got {x.device}")
     if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
@@ -299,6 +323,9 @@ def checked_pages(q: Any, k: Any, v: Any, pages: Pages) -> tuple[torch.Tensor, t
         )
     if layout == "NHD":
         k, v = k.transpose(1, 2), v.transpose(1, 2)
+    for name, x in (("q", q), ("k_pages", k), ("v_pages", v)):
+        if not (x.shape[1] and x.shape[-1]):  # heads and head dim
+            raise InvalidProblem(f"{name} must not be empty, got shape {tuple(x.shape)}")
     requests = lengths.shape[0]
     if k.shape[:3] != v.shape[:3] or k.shape[3] != q.shape[-1]:
         raise InvalidProblem(
@@ -321,7 +348,8 @@ def checked_pages(q: Any, k: Any, v: Any, pages: Pages) -> tuple[torch.Tensor, t
             raise InvalidProblem(
                 f"q_starts must have {requests + 1} entries, got {q_starts.shape[0]}"
             )
-        if not isinstance(longest_q, int) or isinstance(longest_q, bool) or longest_q < 1:
+        least = 1 if q.numel() else 0
+        if not isinstance(longest_q, int) or isinstance(longest_q, bool) or longest_q < least:
             raise InvalidProblem(
                 "with q_starts max_q_length is needed, the most queries of a request, got "
                 f"{longest_q!r}"

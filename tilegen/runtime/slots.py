@@ -51,6 +51,8 @@ def append(
     where = readable(block_table), readable(kv_lengths), readable(q_starts)
     for name, x in zip(("block_table", "kv_lengths", "q_starts"), where, strict=True):
         _check_device(name, x, k)
+    if not len(k) or not requests:
+        return
     if not _runs_kernel(k):
         _compute(k, v, pages, _slots(*where, len(k), pages))
         return

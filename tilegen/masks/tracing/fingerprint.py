@@ -312,9 +312,9 @@ class _Reader:
         while done != (done := [(len(self._objects), len(self._names))]):
             for value in tuple(self._objects):
                 for name in sorted(self._names):
-                    if attribute := _attribute(value, name):
+                    for part in _attribute(value, name):
                         self.facts.append(name)
-                        self.value(attribute[0])
+                        self.value(part)
 
 
 def _base(value: Any, kinds: tuple[type, ...]) -> Any:
@@ -355,7 +355,7 @@ def _methods(kind: type, names: tuple[str, ...]) -> tuple[FunctionType, ...]:
 
 def _attribute(value: Any, name: str) -> tuple[Any, ...]:
     """Look up an attribute without running code of the object: a tuple of the value, empty if there
-    is none."""
+    is none. The class follows a class method, which may make an object of it."""
     own = getattr(value, "__dict__", {})
     places = [own] if isinstance(own, dict | MappingProxyType) else []
     if isinstance(value, torch.nn.Module):
@@ -369,8 +369,9 @@ def _attribute(value: Any, name: str) -> tuple[Any, ...]:
             held = vars(owner)[name]
             if isinstance(held, MemberDescriptorType) and isinstance(value, owner):  # a slot
                 held = getattr(value, name, None)
-            return (held,)
-    return ()
+            made = value if isinstance(value, type) else type(value)
+            return (held, made) if isinstance(held, classmethod) else (held,)
+    return (type(value),) if name == "__class__" else ()
 
 
 @lru_cache(maxsize=1024)

@@ -210,10 +210,30 @@ _lock = RLock()
 @assume_constant_result
 def _started(is_score: bool) -> int:
     """Return the number of a new trace, whose first values are the function's arguments."""
+    _allow_mode()
     number = next(_numbers)
     with _lock:
         _tracers[number] = Tracer(is_score=is_score)
     return number
+
+
+def _allow_mode() -> None:
+    """Have torch.compile allow that a mode is entered, inside of a checkpoint too.
+
+    There it refuses all effects on what is outside. Entering and leaving a mode have none in the
+    end, and a mode noted earlier in the graph is allowed. PyTorch documents no way to say so.
+    """
+    dynamo: Any = getattr(torch, "_dynamo", None)  # not loaded where nothing is compiled
+    try:
+        traced = dynamo.symbolic_convert.InstructionTranslator.current_tx()
+        tracer, stack = traced.output.current_tracer, dynamo.variables.torch_function
+        before, tracer.allow_side_effects_in_hop = tracer.allow_side_effects_in_hop, True
+    except AttributeError:  # nothing is traced, or by a torch without this check
+        return
+    try:
+        stack.TorchFunctionModeStackVariable.register_mutation(traced)
+    finally:
+        tracer.allow_side_effects_in_hop = before
 
 
 @assume_constant_result
