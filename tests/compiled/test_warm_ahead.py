@@ -136,9 +136,9 @@ def test_each_compilation_and_each_choice_is_logged(caplog: pytest.LogCaptureFix
     for _ in range(2):
         tilegen.warm(PROMPT)
     told = {level: [] for level in ("INFO", "DEBUG")}
-    for one in caplog.records:
-        if one.name == "tilegen":
-            told[one.levelname].append(one.message)
+    for record in caplog.records:
+        if record.name == "tilegen":
+            told[record.levelname].append(record.message)
     (line,) = told["INFO"]
     assert line.startswith("compiled attention_fwd_d16_causal_")
     assert line.endswith(" s")

@@ -110,7 +110,7 @@ def no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def jitted(names: Sequence[str], compiled: Compiled) -> Any:
-    return Jitted(arg_names=list(names), warmup=compiled.warmup)
+    return Jitted(__name__="attention", arg_names=list(names), warmup=compiled.warmup)
 
 
 def tensor(*shape: int, heads_inside: bool = False, dtype: Any = torch.float16) -> torch.Tensor:

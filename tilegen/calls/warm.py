@@ -95,10 +95,11 @@ def _of_lengths(
     """Yield the problems with each length, as calls under the current settings have them."""
     given = None if lengths is None else lengths_of(lengths)
     for problem in problems:
-        one = replace(problem, invariant=problem.invariant or current().batch_invariant)
-        follows = one.seqlen_q == one.seqlen_kv
-        for length in [one.seqlen_kv] if given is None else given:
-            yield replace(one, seqlen_q=length if follows else one.seqlen_q, seqlen_kv=length)
+        problem = replace(problem, invariant=problem.invariant or current().batch_invariant)
+        rows = problem.seqlen_q
+        follows = rows == problem.seqlen_kv
+        for length in [problem.seqlen_kv] if given is None else given:
+            yield replace(problem, seqlen_q=length if follows else rows, seqlen_kv=length)
 
 
 def _is_plain(problem: AttentionProblem) -> bool:
