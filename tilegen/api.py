@@ -1,9 +1,9 @@
 """The verbs of tilegen: the main commands of the command line as functions that return records.
 
 Every verb takes a problem (an `AttentionProblem` or its notation) and a GPU: a name of the
-catalogue, a `GpuSpec`, or None for the local GPU. On a machine without a GPU, None stands for the
-H200. Bad input raises a `TilegenError` with a one-line message. Slow modules are imported only when
-a verb is called.
+catalogue, a `GpuSpec`, or None for the local GPU. On a machine without a GPU, None stands for its
+processor, and for the H200 in `generate` and `verify`. Bad input raises a `TilegenError` with a
+one-line message. Slow modules are imported only when a verb is called.
 """
 
 from __future__ import annotations
@@ -137,10 +137,10 @@ def machine_code(
     fast_memory: int | str | None,
 ) -> list[MachineCode]:
     """Read the machine code of kernels as records; see `read_code`."""
-    from tilegen.devices import gpu_of
+    from tilegen.devices import device_of, gpu_of
     from tilegen.explaining.machine_code import static
 
-    spec, parsed, tile = gpu_of(gpu, fast_memory), problem_of(problem), config_of(config)
+    spec, parsed, tile = gpu_of(device_of(gpu, fast_memory)), problem_of(problem), config_of(config)
     kernels = kernels_in_use(kernel, parsed, spec)
     return [static(_task(name, parsed, spec), tile) for name in kernels]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tilegen.cpus import spec as cpus
 from tilegen.device import Device
 from tilegen.errors import Unsupported
-from tilegen.gpus.spec import GpuSpec, current_gpu, gpu, parse_size, with_fast_memory
+from tilegen.gpus.spec import GpuSpec, current_gpu, detect, gpu, parse_size, with_fast_memory
 
 HERE = "cpu"
 """Name that stands for this machine's processor."""
@@ -23,23 +23,25 @@ def device_named(name: str) -> Device:
 
 
 def device_of(given: Device | str | None, fast_memory: int | str | None = None) -> Device:
-    """Return a device unchanged or by its name; for None, the local GPU or else the H200.
-    `fast_memory` replaces a GPU's: see `api.propose`. Raises Unsupported."""
+    """Return a device unchanged or by its name; for None, the device of a call here: the GPU, or
+    else the processor. `fast_memory` replaces a GPU's: see `api.propose`. Raises Unsupported."""
     if given is None:
-        given = current_gpu()
+        given = detect() or HERE
     device = given if isinstance(given, Device) else device_named(given)
     if fast_memory is None:
         return device
     if not isinstance(device, GpuSpec):
         raise Unsupported(
-            f"fast_memory is for GPUs, got the processor {device.name}; leave fast_memory out"
+            f"fast_memory is for GPUs, got the processor {device.name}; leave it out, or name a "
+            "GPU, such as h200"
         )
     return with_size(device, fast_memory)
 
 
 def gpu_of(given: Device | str | None, fast_memory: int | str | None = None) -> GpuSpec:
-    """Return a GPU, as `device_of` does. Raises Unsupported for a processor."""
-    device = device_of(given)
+    """Return a GPU as `device_of` does, but for None the H200 on a machine without a GPU. Raises
+    Unsupported for a processor."""
+    device = current_gpu() if given is None else device_of(given)
     if isinstance(device, GpuSpec):
         return with_size(device, fast_memory)
     name = given if isinstance(given, str) else device.name

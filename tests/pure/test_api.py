@@ -18,6 +18,7 @@ from tests.replay import SMALL, Replay
 from tilegen import pipeline
 from tilegen.check.verification import Check
 from tilegen.cli.main import app
+from tilegen.cpus.host import current_cpu
 from tilegen.errors import TilegenError, Unsupported
 from tilegen.explaining.common import BY_MODEL
 from tilegen.kernels.config import TileConfig
@@ -58,14 +59,16 @@ def test_the_verbs_are_names_of_the_package_and_of_nothing_else() -> None:
 def test_propose(problem: str | AttentionProblem, gpu: Any) -> None:
     candidates = tilegen.propose(problem, gpu, top=3, fast_memory="48KiB")
     asked = ("propose", PROBLEM, "--gpu", "h200", "--top", "3", "--fast-memory", "48KiB")
-    assert plain([asdict(one) for one in candidates]) == values(*asked)
+    assert [{"gpu": "h200"} | one for one in plain([*map(asdict, candidates)])] == values(*asked)
     assert candidates == tilegen.propose(problem, gpu, top=3, fast_memory=48 * 1024)
 
 
-def test_no_gpu_given_is_the_one_at_hand_or_the_h200(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tilegen.gpus.spec.detect", lambda: None)
-    assert tilegen.propose(PROBLEM, top=1) == tilegen.propose(PROBLEM, "h200", top=1)
-    monkeypatch.setattr("tilegen.gpus.spec.detect", lambda: tilegen.gpu("t4"))
+def test_no_gpu_given_is_the_one_at_hand_or_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tilegen.devices.detect", lambda: None)
+    assert tilegen.propose(PROBLEM, top=1) == tilegen.propose(PROBLEM, "cpu", top=1)
+    assert tilegen.show(PROBLEM, by_model=True) == tilegen.show(PROBLEM, "cpu", by_model=True)
+    assert tilegen.explain(PROBLEM, kernel="fwd", by_model=True).gpu == current_cpu()
+    monkeypatch.setattr("tilegen.devices.detect", lambda: tilegen.gpu("t4"))
     assert tilegen.propose(PROBLEM, top=1) == tilegen.propose(PROBLEM, "t4", top=1)
 
 
@@ -99,7 +102,7 @@ def test_show() -> None:
     config = TileConfig.parse("m64n32w4s2")
     shown = tilegen.show(PROBLEM, "h200", kernel="bwd_dq", config=config, unaligned=True)
     asked = ("show", PROBLEM, "--kernel", "bwd_dq", "--config", config.key, "--unaligned")
-    assert shown.source == printed(*asked)
+    assert shown.source == printed(*asked).split("\n", 1)[1]
     assert values(*asked)["digest"] == shown.digest
 
 
@@ -200,7 +203,7 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     "kernel": (lambda: tilegen.propose(PROBLEM, kernel="bwd"), "kernel must be one of"),
     "config": (lambda: tilegen.verify(PROBLEM, config="128x64"), "such as m128n64w8s3"),
     "config of another type": (lambda: tilegen.verify(PROBLEM, config=ANY or 7), "TileConfig or"),
-    "memory": (lambda: tilegen.propose(PROBLEM, fast_memory="lots"), "48KiB"),
+    "memory": (lambda: tilegen.propose(PROBLEM, "h200", fast_memory="lots"), "48KiB"),
     "top": (lambda: tilegen.propose(PROBLEM, top=0), "top must be an int of at least 1"),
     "problems and a file": (lambda: tilegen.generate(PROBLEM, catalog="a"), "got both or neither"),
     "no problems": (lambda: tilegen.generate(), "got both or neither"),

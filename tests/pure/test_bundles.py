@@ -1,5 +1,6 @@
 """Bundles at run time: calls that they serve, refuse, or leave to the compiler."""
 
+import json
 import os
 import sys
 from dataclasses import replace
@@ -8,14 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import tilegen
 from tests import warm
 from tests.bundles import PROBLEMS, copy, write_bundle
-from tilegen import bundles
+from tilegen import bundles, cpu
 from tilegen.bundles.folder import NOTES, Folder
 from tilegen.bundles.manifest import MANIFEST, Manifest
 from tilegen.bundles.served import Bundle, load_bundle, runs_on
+from tilegen.cli.main import app
 from tilegen.errors import Unsupported
 from tilegen.gpus.spec import GpuSpec, gpu
 from tilegen.kernels.spec import Direction
@@ -169,6 +172,21 @@ def test_loading_needs_binaries_for_the_gpu(folder: Path, monkeypatch: pytest.Mo
     )
 
 
+def test_kernels_that_nothing_gives_are_refused_by_what_is_missing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TILEGEN_CPU", "kernels")
+    monkeypatch.setattr(cpu, "trouble", lambda: "llvmlite is not installed; run pip install it")
+    q = torch.randn(1, 2, 24, 16)
+    none = "none can be compiled here: llvmlite is not installed; run pip install it; without"
+    with pytest.raises(Unsupported, match=f"no kernels for 'b1 hq2 .* full': {none}"):
+        tilegen.attention(q, q, q)
+    load_bundle(folder)
+    lacking = "no loaded bundle has its forward for this processor, and "
+    with pytest.raises(Unsupported, match=f"no kernels for 'b1 hq2 .* full': {lacking}{none}"):
+        tilegen.attention(q, q, q)
+
+
 def test_on_amd_a_bundle_is_not_served(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seeing(monkeypatch, "mi300x")
     with pytest.raises(Unsupported, match=r"expected an NVIDIA GPU .* got AMD Instinct MI300X"):
@@ -179,7 +197,12 @@ def test_on_amd_a_bundle_is_not_served(folder: Path, monkeypatch: pytest.MonkeyP
 def test_without_a_gpu_a_bundle_is_checked_and_loads(folder: Path) -> None:
     first, again = load_bundle(folder), load_bundle(folder)
     assert bundles.loaded == [again]
-    assert repr(again).startswith(f"Bundle({str(folder)!r}: 8 problems, ")
+    assert repr(again).startswith(f"Bundle({str(folder)!r}: 4 problems, ")
+    printed = CliRunner().invoke(app, ["bundle", str(folder)]).stdout.splitlines()[-1]
+    counted = json.loads(CliRunner().invoke(app, ["bundle", str(folder), "--json"]).stdout)
+    assert len({served.problem for served in again.manifest.problems}) == 4
+    assert printed.startswith(f"{counted['problems']} problems; "), "sm_80 and sm_90 count once"
+    assert counted["problems"] == 4
     again.unload()
     first.unload()
     assert bundles.loaded == []

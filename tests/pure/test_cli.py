@@ -101,8 +101,9 @@ def test_help_has_an_example_and_json(command: str) -> None:
 
 def test_propose_ranks() -> None:
     lines = run("propose", PROBLEM, "--gpu", "h200", "--top", "3").splitlines()
-    header, *rest = [line for line in lines if not line.startswith("* as compiled")]
+    title, header, *rest = [line for line in lines if not line.startswith("* as compiled")]
     rows, reason = rest[:3], rest[3:]
+    assert title == f"{AttentionProblem.parse(PROBLEM)}, on h200 (NVIDIA H200 SXM)"
     assert header.split()[:2] == ["tile", "predicted"]
     assert max(map(len, lines)) <= 100
     assert reason[0].startswith(rows[0].split()[0] + ": ")
@@ -140,11 +141,15 @@ def test_explain_of_a_config_of_ones_own() -> None:
 
 
 def test_show_prints_a_kernel_and_nothing_else() -> None:
-    source = run("show", PROBLEM, "--gpu", "h200", "--kernel", "bwd_dq", "--config", "m64n32w4s2")
-    compile(source, "kernel.py", "exec")
+    """Its first line names the device; the rest is the file."""
+    asked = ("show", PROBLEM, "--gpu", "h200", "--kernel", "bwd_dq", "--config", "m64n32w4s2")
+    shown = run(*asked)
+    assert compile(shown, "kernel.py", "exec").co_consts[0].startswith("Attention backward")
+    head, source = shown.split("\n", 1)
+    assert head == "# For h200 (NVIDIA H200 SXM)."
     assert source.startswith('"""Attention backward: dq.')
-    text = run("show", PROBLEM, "--kernel", "bwd_dq", "--config", "m64n32w4s2", "--json")
-    told = json.loads(text)
+    told = json.loads(run(*asked, "--json"))
+    assert told["gpu"] == "h200"
     assert told["source"] == source
 
 

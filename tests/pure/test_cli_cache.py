@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,9 @@ from typer.testing import CliRunner
 from tests.pure.test_store_trials import lines_of
 from tests.records import PROBLEM, RECORD, own, place, record
 from tilegen.cli import main
-from tilegen.store import save
+from tilegen.cpus.host import current_cpu
+from tilegen.errors import NoRecord
+from tilegen.store import current_versions, save
 from tilegen.store.trials import trials_path
 
 KEY = PROBLEM.key
@@ -29,7 +33,11 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(*arguments: str, code: int = 0) -> str:
-    result = CliRunner().invoke(main.app, ["cache", *arguments], catch_exceptions=False)
+    return run_command("cache", *arguments, code=code)
+
+
+def run_command(*arguments: str, code: int = 0) -> str:
+    result = CliRunner().invoke(main.app, [*arguments], catch_exceptions=False)
     assert result.exit_code == code, result.output
     return result.stdout
 
@@ -49,11 +57,13 @@ def test_list_of_one_place() -> None:
 @pytest.mark.usefixtures("mine")
 def test_show() -> None:
     text = run("show", *ASK)
+    assert text.startswith(f"{KEY}, on h200 (NVIDIA H200 SXM)\n")
     assert "(own), 0 trials" in text
     assert "stands before fwd            m128n64w8s3           500 us" in text
     assert "faster (400 us, the other 500 us)" in text
     assert '"median_us": 400.0' in text
     (entry,) = told("show", *ASK)
+    assert entry["gpu"] == "h200"
     assert entry["record"]["source"] == "aa"
     assert [other["source"] for other in entry["others"]] == ["bb"]
     (borrowed,) = told("show", KEY, "--gpu", "h100", "--kernel", "fwd")
@@ -72,11 +82,48 @@ def test_trials_that_several_places_hold_count_once(
     assert "(own), 3 trials" in run("show", *ASK)
 
 
-@pytest.mark.usefixtures("mine")
-def test_why_says_what_is_used() -> None:
-    assert "used: " in run("why", *ASK)
+def test_why_answers_first_and_lists_other_records_if_told_to(mine: Path) -> None:
+    versions = current_versions()
+    place(mine, record(problem=replace(PROBLEM, seqlen_kv=128), versions=versions))
+    place(mine, record(kernel="bwd_dq", versions=versions))
+    place(mine, record(gpu="a100", arch="sm_80", versions=versions))
+    title, answer, files, more = run("why", *ASK).splitlines()
+    assert title == f"{KEY}, on h200 (NVIDIA H200 SXM)"
+    assert re.fullmatch(r"fwd {13}own record( of .*)?: m128n64w8s3, 400 us", answer)
+    assert files == f"records of this problem: h200/KERNEL/{RECORD.path.name}"
+    assert more == "other records: --all"
+    *_, count, path, differs = run("why", *ASK, "--all").splitlines()
+    assert count == "fwd: 1 other record on sm_90"
+    assert path == "  own  h200/fwd/b4_hq32_hkv8_q64_kv128_d128_bf16_causal.json"
+    assert differs.startswith("    seqlen_kv: current 64, stored 128")
+    lines = run("why", "hq8 q512 d64 bf16 causal", "--gpu", "h100", "--all").splitlines()
+    assert sum("the model: no record" in line for line in lines[:6]) == 4
+    assert "to make one: tilegen tune 'b1 hq8 hkv8 q512 kv512 d64 bf16 causal'" in lines
+    assert max(map(len, lines)) <= 100
+    assert str(mine) not in "\n".join(lines)
+    borrowed = run("why", KEY, "--gpu", "h100", "--kernel", "fwd").splitlines()[1]
+    assert borrowed.startswith("fwd             own record of gpu h200")
     assert told("why", *ASK)[0]["used"].endswith("_causal.json")
-    assert told("why", KEY, "--gpu", "a100", "--kernel", "fwd")[0]["used"] is None
+    assert told("why", KEY, "--gpu", "b200", "--kernel", "fwd")[0]["used"] is None
+
+
+def test_a_record_of_the_processor_is_found_where_no_gpu_is(
+    mine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tilegen.devices.detect", lambda: None)
+    cpu = current_cpu()
+    with pytest.raises(NoRecord, match=f"on {cpu.name};"):
+        run("show", KEY, "--kernel", "fwd")
+    place(mine, record(gpu=cpu.name, arch=cpu.arch, policy=cpu.policy, us=9e6))
+    title, answer, *_ = run("why", KEY, "--kernel", "fwd").splitlines()
+    assert title == f"{KEY}, on {cpu.name} ({cpu.title})"
+    assert answer.startswith("fwd             own record")
+    assert told("why", KEY, "--kernel", "fwd")[0]["gpu"] == cpu.name
+    assert run("show", KEY, "--kernel", "fwd").startswith(title)
+    assert run_command("propose", KEY, "--top", "1").startswith(title)
+    asked = ("show", KEY, "--kernel", "fwd", "--model")
+    assert run_command(*asked).startswith(f"# For {cpu.name} ({cpu.title}).\n")
+    assert run_command("explain", KEY, "--kernel", "fwd").startswith(f"problem  {title}")
 
 
 def test_export_and_import(mine: Path, tmp_path: Path) -> None:

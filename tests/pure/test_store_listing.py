@@ -19,7 +19,7 @@ from tests.records import (
     record,
 )
 from tilegen.problem import AttentionProblem
-from tilegen.store import Location, list_records, why, why_lines
+from tilegen.store import Location, answer, list_records, look_up, why, why_lines
 from tilegen.task import KernelTask
 
 ROOT = Path(__file__).parents[2]
@@ -29,18 +29,16 @@ def test_why_lists_the_nearest_first_with_only_what_differs(tmp_path: Path) -> N
     other_length = record(problem=replace(PROBLEM, seqlen_kv=128))
     other_lengths = record(problem=replace(PROBLEM, seqlen_q=256, seqlen_kv=256))
     other_mask = record(problem=AttentionProblem.parse("b4 hq32 hkv8 q64 d128 bf16 full"))
-    other_gpu = record(gpu=A100.name, arch=A100.arch)
+    other_gpu = record(gpu="h100")
+    other_arch = record(gpu=A100.name, arch=A100.arch)
     other_kernel = record(kernel="bwd_dq")
-    for item in (other_kernel, other_gpu, other_mask, other_lengths, other_length):
+    for item in (other_kernel, other_arch, other_gpu, other_mask, other_lengths, other_length):
         place(tmp_path, item)
     report = why(TASK, where=[own(tmp_path)])
-    expected = [other_length, other_lengths, other_mask, other_gpu, other_kernel]
+    expected = [other_length, other_lengths, other_mask, other_gpu]
     assert expected == [entry.record for entry in report]
     assert [str(d) for d in report[0].differences] == ["seqlen_kv: current 64, stored 128"]
-    assert [str(d) for d in report[3].differences] == [
-        "gpu: current h200, stored a100",
-        "arch: current sm_90, stored sm_80",
-    ]
+    assert [str(d) for d in report[3].differences] == ["gpu: current h200, stored h100"]
     assert why(TASK, where=[own(tmp_path)], top=2) == report[:2]
 
 
@@ -63,22 +61,23 @@ def test_why_lines(tmp_path: Path) -> None:
     where = [place(tmp_path, record(measurement=UNMEASURED)), own(tmp_path / "empty")]
     other = replace(PROBLEM, seqlen_q=32)
     nearest = why(KernelTask.of("fwd", other, H200), where=where)
-    head, line = why_lines(KernelTask.of("fwd", other, H200), nearest)
-    assert head.startswith("fwd on h200 for 'b4 hq32 hkv8 q32 kv64 d128 bf16 causal'")
-    assert line == (
-        f"  own, unmeasured  {str(tmp_path / RECORD.path)!r}: seqlen_q: current 32, stored 64"
-    )
-    (line,) = why_lines(KernelTask.of("fwd", other, H200), [])
-    assert "tilegen tune 'b4 hq32 hkv8 q32 kv64 d128 bf16 causal' --kernel fwd" in line
-    assert why_lines(TASK, why(TASK, where=where))[1].endswith(": this record is used")
+    head, path, differs = why_lines(KernelTask.of("fwd", other, H200), None, nearest)
+    assert head == "fwd: 1 other record on sm_90"
+    assert path == f"  own, unmeasured  {RECORD.path}"
+    assert differs == "    seqlen_q: current 32, stored 64"
+    (line,) = why_lines(KernelTask.of("fwd", other, H200), None, [])
+    assert line == "fwd: no other records on sm_90"
 
 
-def test_one_of_several_equals_is_the_one(tmp_path: Path) -> None:
+def test_the_record_that_is_used_is_no_other(tmp_path: Path) -> None:
     where = [place(tmp_path / name, RECORD, name) for name in ("own", "shipped")]
     nearest = why(TASK, where=where)
-    _, mine, shipped = why_lines(TASK, nearest)
-    assert mine.endswith(": this record is used")
-    assert shipped.endswith(": an equal match; the record above is found first")
+    used = look_up(TASK, where=where)
+    assert answer(used) == "own record: m128n64w8s3, 398 us"
+    assert answer(None) == "the model: no record"
+    _, shipped, differs = why_lines(TASK, used, nearest)
+    assert shipped == f"  shipped  {RECORD.path}"
+    assert differs == "    an equal match, in a later location"
 
 
 def test_list_shows_all_files_of_all_locations_and_changes_none(tmp_path: Path) -> None:

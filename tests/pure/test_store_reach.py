@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -35,8 +38,12 @@ def test_http_can_be_read_and_listed_but_not_written(tmp_path: Path) -> None:
         assert entry is not None
         assert (entry.record, entry.file) == (RECORD, f"{address}/{RECORD.path}")
         assert [one.record for one in list_records([where])] == [RECORD]
-        with pytest.raises(Unsupported, match="can only be read; write to another location"):
+        with pytest.raises(Unsupported, match=r"can only be read \(HTTP has no writes\)"):
             save(record(us=1.0), location=where)
+        with pytest.raises(Unsupported, match="can only be read"):
+            list(merge([own(tmp_path / "nothing")], where, dry_run=True))
+        other = replace(TASK, problem=replace(TASK.problem, head_dim_qk=96))
+        assert look_up(other, where=[where], strict=True) is None, "a missing file is no failure"
         list(merge([where], own(tmp_path / "pulled")))
     assert (tmp_path / "pulled" / RECORD.path).read_text() == RECORD.to_json()
 
@@ -222,12 +229,20 @@ def test_one_silent_source_does_not_keep_the_others_from_being_merged(tmp_path: 
     assert (tmp_path / "b" / RECORD.path).read_text() == RECORD.to_json()
 
 
-def test_a_target_that_does_not_answer_is_named(tmp_path: Path) -> None:
-    silent = shared("http://127.0.0.1:9/x")
-    with pytest.raises(Unreachable, match=r"location 'http://127\.0\.0\.1:9/x' cannot be reached"):
+def test_a_target_that_does_not_answer_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    def unanswered(*_: object, **__: object) -> None:
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+
+    monkeypatch.setattr(MemoryFileSystem, "open", unanswered)
+    silent = shared("memory://x")
+    with pytest.raises(Unreachable, match=r"location 'memory://x' cannot be reached"):
         list(merge([place(tmp_path / "a", RECORD)], silent))
     with pytest.raises(Unreachable) as told:
-        list(list_records([silent], strict=True))
+        list(list_records([shared("http://127.0.0.1:9/x")], strict=True))
     assert "Error:" not in str(told.value), "a name of Python's"
 
 
@@ -247,3 +262,26 @@ def test_listing_a_silent_server_ends_soon(
     with silent_server() as (address, _):
         assert list(list_records([shared(address)])) == []
     assert "did not answer within 0.3 s; skipped" in caplog.text
+
+
+def test_an_object_store_that_takes_no_writes_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    def refused(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Access Denied")
+
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", refused)
+    source = place(tmp_path, RECORD)
+    with pytest.raises(Unsupported, match=r"^memory://team can only be read \(.*Access Denied\)"):
+        list(merge([source], shared("memory://team")))
+
+
+def test_a_file_system_mounted_for_reading_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = SimpleNamespace(f_flag=os.ST_RDONLY)
+    monkeypatch.setattr(os, "statvfs", lambda _: flags)
+    with pytest.raises(Unsupported, match=r"cannot write .*: Read-only file system"):
+        list(merge([own(tmp_path / "none")], shared(str(tmp_path / "team"))))

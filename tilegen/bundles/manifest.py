@@ -123,6 +123,11 @@ class Manifest:
         return {binary.file: binary for binary in self.binaries}
 
     @property
+    def notations(self) -> tuple[str, ...]:
+        """Problems by notation, each once, however many architectures they are built for."""
+        return tuple(dict.fromkeys(served.problem for served in self.problems))
+
+    @property
     def architectures(self) -> tuple[str, ...]:
         """Architectures of the binaries, in the order of the manifest."""
         return tuple(dict.fromkeys(binary.arch for binary in self.binaries))

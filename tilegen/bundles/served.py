@@ -54,7 +54,7 @@ class Bundle:
         self._lock = Lock()
 
     def __repr__(self) -> str:
-        many = f"{len(self.manifest.problems)} problems, {len(self.manifest.binaries)} binaries"
+        many = f"{len(self.manifest.notations)} problems, {len(self.manifest.binaries)} binaries"
         return f"Bundle({str(self.path)!r}: {many} for {', '.join(self.manifest.architectures)})"
 
     def unload(self) -> None:

@@ -50,7 +50,12 @@ def generate(
     devices = api.devices_of(gpu or None, archs)
     say = say_unless(json_)
     started = time.perf_counter()
-    columns = TextColumn("problems"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    columns = (
+        TextColumn("problems, once a device"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     quiet = json_ or not console.is_terminal
     with Progress(*columns, console=console, transient=True, disable=quiet) as bar:
         task = bar.add_task("", total=len({parsed.normal() for parsed in problems}) * len(devices))
@@ -117,7 +122,7 @@ def _summary(served: Bundle) -> dict[str, Any]:
     manifest = served.manifest
     return {
         "versions": dict(manifest.versions),
-        "problems": len(manifest.problems),
+        "problems": len(manifest.notations),
         "binaries": dict(Counter(binary.arch for binary in manifest.binaries)),
         "bytes": sum(path.stat().st_size for path in served.path.rglob("*") if path.is_file()),
     }
@@ -126,6 +131,5 @@ def _summary(served: Bundle) -> dict[str, Any]:
 def _in_words(served: Bundle) -> str:
     values = _summary(served)
     binaries = ", ".join(f"{count} for {arch}" for arch, count in values["binaries"].items())
-    problems = dict.fromkeys(entry.problem for entry in served.manifest.problems)
-    plural = "" if len(problems) == 1 else "s"
-    return f"{len(problems)} problem{plural}; binaries: {binaries}; {values['bytes'] / 1e6:.1f} MB"
+    number, size = values["problems"], f"{values['bytes'] / 1e6:.1f} MB"
+    return f"{number} problem{'s' * (number != 1)}; binaries: {binaries}; {size}"

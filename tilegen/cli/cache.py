@@ -21,6 +21,8 @@ from tilegen.cli.options import (
     Problem,
     console,
     print_json,
+    print_wrapped,
+    titled,
 )
 from tilegen.cli.places import PLACE, answering, check_file, location, shared, source, sources
 from tilegen.devices import device_of
@@ -100,6 +102,7 @@ def cache_show(
         trials = len(joined.splitlines())
         shown.append(
             {
+                "gpu": spec.name,
                 "file": used.file,
                 "origin": used.origin,
                 "borrowed": used.borrowed,
@@ -111,6 +114,8 @@ def cache_show(
         )
         if json_:
             continue
+        if len(shown) == 1:
+            console.print(f"{parsed}, on {titled(spec)}")
         console.print(f"{used} ({used.origin}), {trials} trials")
         for other in used.others:
             reason = verdict(used.record, other)
@@ -124,30 +129,36 @@ def cache_show(
 
 @cache_app.command("why")
 def cache_why(
-    problem: Problem, gpu: Gpu = None, kernel: Kernels = "all", json_: Json = False
+    problem: Problem,
+    gpu: Gpu = None,
+    kernel: Kernels = "all",
+    all_: Annotated[bool, typer.Option("--all", help="the nearest other records, too")] = False,
+    json_: Json = False,
 ) -> None:
-    """Say which record a call would use, and how the nearest ones differ from what is asked.
+    """Say for each kernel whether a call uses a record or the model; with --all, how the nearest
+    other records differ from what is asked.
 
     Example: tilegen cache why "b4 hq32 hkv8 q4096 d128 bf16 causal" --gpu h200
     """
     from tilegen.choose.families import families_used
     from tilegen.choose.records import Records
     from tilegen.emit.identity import template_digest
-    from tilegen.store import why, why_lines
+    from tilegen.store import answer, record_path, why, why_lines
     from tilegen.store.versions import versions_for
     from tilegen.task import KernelTask
 
     parsed, spec = AttentionProblem.parse(problem), device_of(gpu)
     answers: list[dict[str, Any]] = []
+    lines, others = [f"{parsed}, on {titled(spec)}"], list[str]()
     for name in kernels_in_use(kernel, parsed, spec):
-        digest = template_digest(name)
-        task = KernelTask.of(name, parsed, spec)
+        task, digest = KernelTask.of(name, parsed, spec), template_digest(name)
         nearest = why(task, versions=versions_for(spec), template_digest=digest)
         used = _found(parsed, spec, name)
         (family,) = families_used(Records(parsed, spec), task.direction)
         instead = f"library: {family.library}" if family.library else ""
         answers.append(
             {
+                "gpu": spec.name,
                 "kernel": name,
                 "used": None if used is None else str(used),
                 "library": instead,
@@ -161,14 +172,18 @@ def cache_why(
                 ],
             }
         )
-        if not json_:
-            for line in why_lines(task, nearest):
-                console.print(line)
-            console.print(f"  used: {used or 'none of them; the model chooses'}")
-            if instead:
-                console.print(f"  but calls go to {instead}, measured to be faster for the pass")
+        faster = f"; calls go to {instead}, measured to be faster" if instead else ""
+        lines.append(f"{name:15} {answer(used)}{faster}")
+        others += why_lines(task, used, nearest)
     if json_:
         print_json(answers)
+        return
+    bucket = parsed.normal().bucket
+    path = record_path(spec.name, "fwd", bucket, spec.policy)
+    lines.append(f"records of this problem: {spec.name}/KERNEL/{path.name}")
+    if not any(entry["used"] for entry in answers):
+        lines.append(f"to make one: tilegen tune '{bucket}'")
+    print_wrapped([*lines, *(others if all_ else ["other records: --all"])])
 
 
 @cache_app.command("export")

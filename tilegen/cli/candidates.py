@@ -5,11 +5,10 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 
+from tilegen.cli.options import WIDTH
 from tilegen.model.estimate import Candidate
 from tilegen.units import bytes_text, memory_text, ratio_text, seconds_text
 
-WIDTH = 100
-"""Width of the table and of the notes below it [characters]."""
 HEADER = (
     "tile",
     "predicted",

@@ -33,10 +33,13 @@ from tilegen.cli.options import (
     console,
     positive,
     print_json,
+    print_wrapped,
     say_unless,
+    titled,
 )
 from tilegen.cli.plans import plan_of, print_plans
 from tilegen.cli.warm import warm
+from tilegen.devices import device_of
 from tilegen.disk import printable
 from tilegen.errors import TilegenError
 
@@ -160,13 +163,12 @@ def propose(
 
     Example: tilegen propose "b4 hq32 hkv8 q4096 d128 bf16 causal" --gpu h200
     """
-    parsed = api.problem_of(problem)
-    candidates = api.propose(
-        parsed, gpu, kernel=kernel, top=top, fast_memory=fast_memory, compile=compile_
-    )
+    parsed, device = api.problem_of(problem), device_of(gpu, fast_memory)
+    candidates = api.propose(parsed, device, kernel=kernel, top=top, compile=compile_)
     if json_:
-        print_json([asdict(candidate) for candidate in candidates])
+        print_json([{"gpu": device.name, **asdict(candidate)} for candidate in candidates])
         return
+    print_wrapped([f"{parsed}, on {titled(device)}"])
     if parsed.rewriting:
         console.print(parsed.rewriting)
     for line in table(candidates):
@@ -242,12 +244,14 @@ def show(
 
     Example: tilegen show "hq32 hkv8 q4096 d128 bf16 causal" --kernel bwd_dq
     """
+    device = device_of(gpu)
     rendered = api.show(
-        problem, gpu, kernel=kernel, config=config, unaligned=unaligned, by_model=by_model
+        problem, device, kernel=kernel, config=config, unaligned=unaligned, by_model=by_model
     )
     if json_:
         print_json(
             {
+                "gpu": device.name,
                 "kernel": rendered.kernel,
                 "problem": rendered.problem.key,
                 "config": asdict(rendered.config),
@@ -257,7 +261,7 @@ def show(
             }
         )
     else:
-        sys.stdout.write(rendered.source)
+        sys.stdout.write(f"# For {titled(device)}.\n{rendered.source}")
 
 
 app.command()(generate)
@@ -307,7 +311,9 @@ app.command()(warm)
 def verify(
     problem: Problem,
     config: Annotated[str | None, typer.Option(help="for all kernels; default: the choice")] = None,
-    gpu: Gpu = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="catalogue name; default: the GPU here, else h200")
+    ] = None,
     json_: Json = False,
 ) -> None:
     """Run forward and backward against the reference; without a GPU compiled for the CPU, and

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from tilegen import bundles, pipeline
-from tilegen.cpu import runs_compiled
+from tilegen import bundles, cpu, pipeline
 from tilegen.disk import log
 from tilegen.emit.identity import stride_unit
 from tilegen.environment import current, using
@@ -111,7 +110,7 @@ class Kernels:
         """Return a pass, choosing and loading its kernels the first time."""
         with self._lock:
             if direction not in self._passes:
-                load = self._for_cpu if runs_compiled(self.device) else self._for_gpu
+                load = self._for_cpu if cpu.runs_compiled(self.device) else self._for_gpu
                 with using(self.settings):  # a backward may run in another thread
                     self._passes[direction] = load(direction)
             return self._passes[direction]
@@ -236,6 +235,13 @@ class Kernels:
         from tilegen.emit.render import render  # loads Jinja
 
         problem = self._problems[direction]
+        if reason := cpu.trouble():
+            lacking = f"no loaded bundle has its {direction} for this processor, and "
+            in_none = bundles.loaded and not current().check_bounds
+            raise Unsupported(
+                f"no kernels for '{problem}': {lacking if in_none else ''}none can be compiled "
+                f"here: {reason}; without TILEGEN_CPU=kernels PyTorch computes"
+            )
         chosen = pipeline.choose(
             problem, current_cpu(), direction, aligned=self.aligned, may_tune=True
         )

@@ -1,7 +1,7 @@
 """Records of tuning winners: format (`record`), locations (`places`), look-up (`lookup`), listing
 and explaining (`listing`), joining (`election`), moving between stores (`transfer`)."""
 
-from tilegen.store.listing import Listed, list_records, why, why_lines
+from tilegen.store.listing import Listed, answer, list_records, why, why_lines
 from tilegen.store.lookup import Difference, Found, Saved, dated, look_up, save
 from tilegen.store.places import Location, locations
 from tilegen.store.reach import Unreachable
@@ -19,6 +19,7 @@ __all__ = [
     "TuningRecord",
     "Unreachable",
     "Versions",
+    "answer",
     "current_versions",
     "dated",
     "list_records",

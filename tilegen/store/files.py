@@ -124,7 +124,9 @@ def check_writable(folder: Path) -> None:
     """Check that a folder can be written, or created. Writes nothing; raises Unsupported."""
     existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     code = errno.EACCES if existing.is_dir() else errno.ENOTDIR
-    if code == errno.ENOTDIR or not os.access(existing, os.W_OK | os.X_OK):
+    if code == errno.EACCES and os.statvfs(existing).f_flag & os.ST_RDONLY:
+        code = errno.EROFS
+    if code != errno.EACCES or not os.access(existing, os.W_OK | os.X_OK):
         raise cannot_write(existing, OSError(code, os.strerror(code)))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from tilegen.errors import InvalidRecord, TilegenError
 from tilegen.store.files import text_of
@@ -16,9 +15,7 @@ from tilegen.store.record import TuningRecord
 from tilegen.store.versions import Versions
 from tilegen.task import KernelTask
 from tilegen.tuning.measure import one_line
-
-if TYPE_CHECKING:
-    pass
+from tilegen.units import us_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +69,15 @@ def why(
     where: Sequence[Location] | None = None,
     top: int = 10,
 ) -> list[Found]:
-    """List the `top` records nearest to a task, nearest first, each with all its differences."""
+    """List the `top` records of the task's kernel and architecture nearest to a task, nearest
+    first, each with all its differences."""
     ranked: list[tuple[float, Found]] = []
     for listed in list_records(where):
         if (record := listed.record) is None:
             continue
         hard = identity(task, record)
+        if any(difference.field in ("kernel", "arch") for difference in hard):
+            continue
         doubts = soft(versions or Versions(), template_digest, record)
         distance = sum(map(_distance, hard)) + 0.01 * len(doubts) + 0.1 * (not record.is_measured)
         entry = Found(
@@ -92,20 +92,28 @@ def why(
     return [entry for _, entry in ranked[:top]]
 
 
-def why_lines(task: KernelTask, nearest: Sequence[Found]) -> list[str]:
-    """Format the result of `why`: one line per record, with the fields that differ."""
-    bucket, kernel = task.problem.bucket, task.kernel
-    if not nearest:
-        return [f"no record of any kind; to make one: tilegen tune '{bucket}' --kernel {kernel}"]
-    lines = [f"{kernel} on {task.device.name} for '{bucket}'; {len(nearest)} nearest records:"]
-    same = "this record is used"
-    for entry in nearest:
+def answer(used: Found | None) -> str:
+    """Describe the result of `look_up`: the record, its stored values that differ, tile and time;
+    or the model."""
+    if used is None:
+        return "the model: no record"
+    record, differs = used.record, [f"{d.field} {d.stored}" for d in used.differences]
+    of = f" of {', '.join(differs)}" if differs else ""
+    median = record.measurement.median_us
+    time = f", {us_text(median)}" if median else ""
+    return f"{used.origin} record{of}: {record.config.key}{time}"
+
+
+def why_lines(task: KernelTask, used: Found | None, nearest: Sequence[Found]) -> Iterator[str]:
+    """Format the result of `why` without the record that is used: the path of each record in its
+    store, and the fields that differ."""
+    others = [entry for entry in nearest if used is None or entry.file != used.file]
+    number = len(others) or "no"
+    yield f"{task.kernel}: {number} other record{'s' * (len(others) != 1)} on {task.device.arch}"
+    for entry in others:
         state = "" if entry.record.is_measured else ", unmeasured"
-        differs = joined(entry.differences) or same
-        if not entry.differences:
-            same = "an equal match; the record above is found first"
-        lines.append(f"  {entry.origin}{state}  {entry.file!r}: {differs}")
-    return lines
+        yield f"  {entry.origin}{state}  {entry.record.path}"
+        yield f"    {joined(entry.differences) or 'an equal match, in a later location'}"
 
 
 def _examine(location: Location, name: str, data: bytes | TilegenError | None) -> Listed:
@@ -125,9 +133,7 @@ def _examine(location: Location, name: str, data: bytes | TilegenError | None) -
 
 
 _WEIGHTS = {  # weight of a difference, by field; other fields weigh 1
-    "kernel": 100.0,
     "policy": 100.0,
-    "arch": 40.0,
     "gpu": 10.0,
     "dtype": 8.0,
     "mask": 8.0,

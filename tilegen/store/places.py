@@ -122,6 +122,15 @@ def update(
     return files.update(files.inside(folder, path), change, limit)
 
 
+def check_writable(location: Location) -> None:
+    """Raise Unsupported for a location that can only be read, as far as that shows before a
+    write."""
+    if location.folder is None:
+        remote.check_writable(location.url)
+    else:
+        files.check_writable(location.folder)
+
+
 def set_aside(location: Location, path: PurePath | str, parse: Callable[[bytes], object]) -> str:
     """Set aside a file for which `parse` raises InvalidRecord; return its new name, empty if the
     file stays. Files outside the local cache stay."""

@@ -123,7 +123,10 @@ def update(url: str, path: str, change: Change, limit: int) -> str:
             if data is not None:
                 _put(url, path + BROKEN, data, None)
                 note += f" and is kept as {path + BROKEN!r}"
-        return _put(url, path, new, tag)
+        try:
+            return _put(url, path, new, tag)
+        except PermissionError as error:
+            raise _read_only(url, one_line(error)) from error
 
     for attempt in range(TRIES):
         if ask(url, step, seconds=WRITE_SECONDS, again=True):
@@ -159,10 +162,23 @@ def _get_once(url: str, path: str, limit: int) -> tuple[bytes | None, str]:
             details = getattr(file, "details", None) or {}
     except (FileNotFoundError, NotADirectoryError) as error:
         cause = error.__cause__
-        if options and cause is not None and not isinstance(cause, FileNotFoundError):
+        is_missing = isinstance(cause, FileNotFoundError) or getattr(cause, "status", 0) == 404
+        if options and cause is not None and not is_missing:
             raise cause from None  # fsspec also raises FileNotFoundError without an HTTP server
         return None, ""
     return data, str(details.get("ETag") or details.get("etag") or UNTAGGED)
+
+
+def check_writable(url: str) -> None:
+    """Raise Unsupported for a URL whose protocol has no writes."""
+    if _protocol(url).startswith("http"):
+        raise _read_only(url, "HTTP has no writes")
+
+
+def _read_only(url: str, why: object) -> Unsupported:
+    return Unsupported(
+        f"{shown(url)} can only be read ({why}); write to another location, such as a folder"
+    )
 
 
 def _until(deadline: float, read: Callable[[int], bytes]) -> Callable[[int], bytes]:
@@ -184,8 +200,7 @@ def _put(url: str, path: str, data: bytes, tag: str | None) -> bool:
     """
     fs, root = _open(url)
     protocol, name = _protocol(url), f"{root}/{path}"
-    if protocol.startswith("http"):
-        raise Unsupported(f"{shown(url)} can only be read; write to another location")
+    check_writable(url)
     if only := _condition(protocol, tag):
         try:
             fs.pipe_file(name, data, **only)

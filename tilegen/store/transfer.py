@@ -16,7 +16,7 @@ from tilegen.kernels.config import Kernel
 from tilegen.store import places
 from tilegen.store.election import join, no_finding
 from tilegen.store.fields import parse_json
-from tilegen.store.files import check_writable, text_of
+from tilegen.store.files import text_of
 from tilegen.store.listing import list_records
 from tilegen.store.lookup import OtherTilegen, save
 from tilegen.store.places import Location
@@ -76,8 +76,7 @@ def merge(
     be written. Raises Unreachable if the target does not answer, and at the end if a source did
     not.
     """
-    if target.folder is not None:
-        check_writable(target.folder)
+    places.check_writable(target)
     unreachable: list[str] = []
     for source in sources:
         try:
