@@ -172,8 +172,8 @@ def cache_why(
                 ],
             }
         )
-        faster = f"; calls go to {instead}, measured to be faster" if instead else ""
-        lines.append(f"{name:15} {answer(used)}{faster}")
+        faster = f"calls go to {instead}, measured to be faster than " if instead else ""
+        lines.append(f"{name:15} {faster}{answer(used)}")
         others += why_lines(task, used, nearest)
     if json_:
         print_json(answers)

@@ -168,9 +168,9 @@ def propose(
     if json_:
         print_json([{"gpu": device.name, **asdict(candidate)} for candidate in candidates])
         return
-    print_wrapped([f"{parsed}, on {titled(device)}"])
     if parsed.rewriting:
         console.print(parsed.rewriting)
+    print_wrapped([f"{parsed.normal()}, on {titled(device)}"])
     for line in table(candidates):
         console.print(line)
 
