@@ -133,7 +133,9 @@ def test_a_worker_whose_storage_takes_no_more_ends_with_the_reason(
 
 
 @pytest.mark.parametrize("is_shared", [True, False])
-def test_a_worker_that_cannot_save_its_winner_fails(is_shared: bool, tmp_path: Path) -> None:
+def test_a_worker_that_cannot_save_its_winner_fails(
+    is_shared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recorder = Recorder(tmp_path / "one.jsonl", new_session(JOB.gpu, "fwd", PROBLEM, 4))
     for config in SPACE[:4]:
         recorder.append(Trial(config=config, measurement=Replay().timings[config]))
@@ -142,7 +144,8 @@ def test_a_worker_that_cannot_save_its_winner_fails(is_shared: bool, tmp_path: P
     command = ["worker", "--storage", url, "--catalog", PROBLEM.key, "--replay", str(tmp_path)]
     command += ["--store", str(tmp_path / "file")] if is_shared else []
     own = tmp_path / ("own" if is_shared else "file")
-    result = CliRunner(env={"TILEGEN_CACHE_DIR": str(own)}).invoke(app, command)
+    monkeypatch.setenv("TILEGEN_CACHE_DIR", str(own))
+    result = CliRunner().invoke(app, command)
     assert result.exit_code == 1
     assert "4 configs measured, 0 winners published here" in result.stdout
     told = str(result.exception)

@@ -245,7 +245,7 @@ def test_the_command_prints_compiled_results(compile_: Compiler) -> None:
         return [one.rstrip() for one in result.stdout.splitlines()]
 
     assert not any("Triton" in one or "*" in one for one in lines())
-    _, first, *others = lines("--compile")
+    _, _, first, *others = lines("--compile")
     assert re.search(r" us +[\d.]+ us .* 255\* +16 B\*$", first)
     assert f"* as compiled by Triton {version('triton')}" in others
     (told,) = [one for one in lines() if one.endswith("*")]

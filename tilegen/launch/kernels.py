@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tilegen import bundles, cpu, pipeline
+from tilegen.cpu import runs_compiled
 from tilegen.disk import log
 from tilegen.emit.identity import stride_unit
 from tilegen.environment import current, using
@@ -110,7 +111,7 @@ class Kernels:
         """Return a pass, choosing and loading its kernels the first time."""
         with self._lock:
             if direction not in self._passes:
-                load = self._for_cpu if cpu.runs_compiled(self.device) else self._for_gpu
+                load = self._for_cpu if runs_compiled(self.device) else self._for_gpu
                 with using(self.settings):  # a backward may run in another thread
                     self._passes[direction] = load(direction)
             return self._passes[direction]
