@@ -15,8 +15,9 @@ from tilegen.check.reference import Inputs, make_inputs
 from tilegen.check.verification import run
 from tilegen.emit.render import render
 from tilegen.kernels.config import Kernel, TileConfig
-from tilegen.masks import Mask, causal, documents, kv_lengths, prefix_lm
+from tilegen.masks import Mask, causal, documents, full, kv_lengths, prefix_lm
 from tilegen.masks.packed import packed
+from tilegen.masks.usual import kv_prefix
 
 SCALE = 0.25
 CUTS = [0, 21, 51, 64]
@@ -136,6 +137,33 @@ def test_keys_beyond_the_lengths_reach_nothing(kind: str, family: str) -> None:
             mine = ours[result][b]
             rest = mine[:, length:] if result in ("dk", "dv") else mine[:, ~sees]
             assert (rest == 0).all(), f"{result} of entry {b}"
+
+
+@pytest.mark.parametrize("which", ["q", "dout"])
+@pytest.mark.parametrize("kind", ["full", "one length", "causal", "not causal"])
+@pytest.mark.parametrize("family", [name for name in ALL_FAMILIES if name != "streamed"])
+def test_nan_of_a_query_reaches_the_keys_that_it_sees(family: str, kind: str, which: str) -> None:
+    """And no key beyond the lengths, although tiles hold both."""
+    lengths, row = [40, 21], 18
+    mask = {"causal": causal(), "not causal": ~causal()}.get(kind, full()) & kv_lengths(lengths)
+    if kind == "one length":
+        lengths, mask = [21, 21], kv_prefix(21)
+    inputs = make_inputs(problem(mask, 40, 40, batch=2))
+    getattr(inputs, which)[:, :, row, 3] = float("nan")
+    ours = found(mask, inputs, ALL_FAMILIES[family])
+    q, k = torch.arange(40)[:, None], torch.arange(40)
+    keep = {"causal": k <= q, "not causal": k > q}.get(kind, k == k).expand(40, 40)
+    for b, length in enumerate(lengths):
+        sees, seen = keep[:, :length].any(-1), keep[row, :length]
+        here = inputs.q[b][:, sees], inputs.k[b, :, :length], inputs.v[b, :, :length]
+        expected = alone(*here, inputs.dout[b][:, sees], keep=keep[sees, :length])
+        for result in ("dk", "dv"):
+            mine, theirs = ours[result][b], expected[result][:, seen]
+            assert theirs.isnan().any()
+            torch.testing.assert_close(
+                mine[:, :length][:, seen].double(), theirs, atol=2e-5, rtol=2e-5, equal_nan=True
+            )
+            assert (mine[:, length:] == 0).all(), f"{result} of entry {b}"
 
 
 @pytest.mark.parametrize("which", ["q", "k", "v", "dout"])

@@ -42,7 +42,7 @@ from tilegen.kernels.split_kv import FILLING, usual_tiles
 from tilegen.masks.apart import guard_of
 from tilegen.masks.grouping import heads_of_tiles
 from tilegen.masks.score_source import ScoreSource, score_source
-from tilegen.masks.source import extras, keep_source, ranges_source
+from tilegen.masks.source import columns_source, extras, keep_source, ranges_source
 from tilegen.problem import AttentionProblem
 
 MAX_NAME = 60
@@ -186,6 +186,7 @@ def _context(
         "rows_in_l2": rows_together(problem),
         "heads_per_read": "" if side == "columns" else " * GROUP_SIZE",
         "keep": keep,
+        "keep_columns": columns_source(problem.mask),
         "guard": guard_of(problem, spec),
         "per_head": side == "columns" and ranges.per_head,
         "needs_head": keep.per_head,

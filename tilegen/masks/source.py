@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from tilegen.kernels.arguments import LISTS, Line
 from tilegen.masks.language.algebra import conjuncts, less, minimum
-from tilegen.masks.language.expr import FIRST, LAST, SEQLEN_KV, TRUE, B, Expr, H, K
+from tilegen.masks.language.expr import FIRST, LAST, SEQLEN_KV, TRUE, B, Expr, H, K, Q
 from tilegen.masks.language.integers import linear
 from tilegen.masks.language.loads import Loads, reading
 from tilegen.masks.language.triton_source import NAMES, Writer
@@ -101,13 +101,23 @@ class Keep:
 def keep_source(mask: Mask, side: Side, *, softmax: bool = False) -> Keep:
     """Return the conditions on `q_idx` and `k_idx` of a pair; where rows stay, the end of the keys
     is one. `softmax` says that a row's maximum is taken of what they leave."""
-    keep = mask.predicate(side)
-    conditions: Sequence[Expr] = conjuncts(keep)
+    conditions: Sequence[Expr] = conjuncts(mask.predicate(side))
     if side == "rows":
         conditions = _ended(conditions, apart=softmax)
+    return _written(mask, conditions)
+
+
+def columns_source(mask: Mask) -> Keep:
+    """Return the conditions on `k_idx` that are the same for all rows and heads."""
+    every = conjuncts(mask.predicate("columns"))
+    conditions = [one for one in every if K in one.free and not one.free & {H, Q}]
+    return _written(mask, conditions)
+
+
+def _written(mask: Mask, conditions: Sequence[Expr]) -> Keep:
     writer = Writer(NAMES, _loads(mask), stem="m")
     atoms = writer.sources({str(i): one for i, one in enumerate(sorted(conditions, key=str))})
-    per_head = bool(keep.free & {B, H})
+    per_head = any(one.free & {B, H} for one in conditions)
     return Keep(tuple(writer.statements), tuple(sorted(atoms.values())), per_head)
 
 
