@@ -105,3 +105,13 @@ def test_inputs_that_cannot_be_made_are_one_clear_error(monkeypatch: pytest.Monk
     measure = bench_module._measure_with(KernelTask.of("fwd", PROBLEM, H200))
     with pytest.raises(Unsupported, match=r"no inputs for 'b4 hq32 .*512.00 GiB"):
         measure(TileConfig(block_m=64, block_n=64))
+
+
+def test_a_refusal_of_inputs_keeps_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any) -> list[Any]:
+        raise Unsupported("no such mask")
+
+    monkeypatch.setattr(bench_module, "make_launches", refused)
+    measure = bench_module._measure_with(KernelTask.of("fwd", PROBLEM, H200))
+    with pytest.raises(Unsupported, match=r"^no such mask$"):
+        measure(TileConfig(block_m=64, block_n=64))

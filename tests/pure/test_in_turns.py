@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.records import record
+from tilegen.errors import Unsupported
 from tilegen.kernels.config import TileConfig
 from tilegen.tuning import in_turns
 from tilegen.tuning.in_turns import CONFIRMED, LOSING, PAIRS, InTurns, is_faster, pairs_of
@@ -108,6 +109,13 @@ def test_a_launch_that_fails_is_a_result() -> None:
 
     measured = InTurns(A, prepare).measure(A)
     assert measured.failure == "launch failed: no inputs to measure on: not enough memory"
+
+
+def test_a_refusal_keeps_its_words() -> None:
+    def prepare() -> Callable[[TileConfig], Callable[[], None]]:
+        raise Unsupported("no such mask")
+
+    assert InTurns(A, prepare).measure(A).failure == "launch failed: no such mask"
 
 
 def test_measuring_takes_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

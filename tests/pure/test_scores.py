@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import tilegen
 from tests import expression_trees
 from tests.expression_trees import (
     B_IDX,
@@ -93,6 +94,14 @@ def test_scores_equal_their_formulas(name: str) -> None:
         value = value_of(made.expression(), made.captured, s)
         expected = formula(s, B_IDX, H_IDX, Q_IDX, K_IDX)
     torch.testing.assert_close(value.expand(expected.shape), expected)
+
+
+def test_traced_values_as_numbers_are_refused_in_the_words_of_the_trace() -> None:
+    q = torch.randn(1, 1, 16, 16)
+    with pytest.raises(Unsupported, match=r"got float\(s\); write torch\.where"):
+        tilegen.attention(q, q, q, score=lambda s, b, h, i, j: softcap(s))
+    with pytest.raises(Unsupported, match=r"got as_tensor; write it"):
+        tilegen.attention(q, q, q, mask=lambda b, h, i, j: tilegen.documents([i, j]))
 
 
 def test_scores_are_values() -> None:

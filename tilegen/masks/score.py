@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
-from tilegen.errors import InvalidProblem
+from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.masks.language.elements import ELEMENTS, kind_of
 from tilegen.masks.made import Chain, is_traced, made_once, noted
 from tilegen.masks.plain import check_plain
@@ -198,6 +198,8 @@ def softcap(cap: float) -> Score:
     """Return `cap * tanh(s / cap)`: logits stay within ±cap (Gemma 2, Grok)."""
     try:
         cap, given = float(cap), cap
+    except Unsupported:  # of a traced value: the message says what to write
+        raise
     except (TypeError, ValueError, RuntimeError):
         raise InvalidProblem(f"expected a positive cap, got {type(cap).__name__}") from None
     if not 0 < cap < float("inf"):

@@ -247,6 +247,8 @@ def as_tensor(name: str, value: Any) -> torch.Tensor:
     try:
         # Where PyTorch has a default device, as_tensor takes tensors there.
         return value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
+    except Unsupported:  # of traced values: the message says what to write
+        raise
     except (TypeError, ValueError, RuntimeError):
         raise InvalidProblem(
             f"{name} must be a tensor, or lists of numbers of one length, got "

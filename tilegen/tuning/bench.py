@@ -212,6 +212,8 @@ def _measure_with(task: KernelTask) -> Measure:
         if not inputs:
             try:
                 inputs.append(Timed.of(task, DEVICE))
+            except TilegenError:
+                raise
             except RuntimeError as error:  # such as torch.OutOfMemoryError
                 raise Unsupported(f"no inputs for '{task.problem}': {one_line(error)}") from error
         try:

@@ -140,6 +140,8 @@ class InTurns:
             if self._run_of is None:
                 try:
                     self._run_of = self._prepare()
+                except TilegenError:
+                    raise
                 except (RuntimeError, MemoryError) as error:
                     raise Unsupported(f"no inputs to measure on: {one_line(error)}") from error
             self._runs[config] = self._run_of(config)
