@@ -119,7 +119,7 @@ def refusal(error: Exception) -> Status | None:
         return "out_of_memory"
     if isinstance(error, TypeError | AttributeError):  # "unsupported operand": broken, no refusal
         return None
-    refused = isinstance(error, Unsupported | NotImplementedError)
+    refused = isinstance(error, NotImplementedError)  # Unsupported is one
     return "unsupported" if refused or any(text in str(error) for text in REFUSALS) else None
 
 

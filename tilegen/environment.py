@@ -7,8 +7,8 @@ settings are one object, so that calls after a change and back find their plans 
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -94,12 +94,10 @@ def of_environment() -> Settings:
     return of_process or _read()
 
 
-@contextmanager
-def using(given: Settings) -> Generator[None, None, None]:
-    """Use given settings inside the block, such as those of a forward in its backward, which may
+def using(given: Settings) -> AbstractContextManager[Settings]:
+    """Use given settings in a `with` block, such as those of a forward in its backward, which may
     run in another thread."""
-    with _Chosen(given):
-        yield
+    return _Chosen(given)
 
 
 def reread() -> None:
@@ -137,9 +135,8 @@ def _read() -> Settings:
     return read
 
 
-def read_from(environ: Mapping[str, str]) -> Settings:
+def read_from(env: Mapping[str, str]) -> Settings:
     """Read settings from environment variables. Raises Unsupported, with the variable's name."""
-    env = environ
     return _only(
         Settings(
             cache_dir=_directory(env[CACHE_DIR]) if env.get(CACHE_DIR) else _default_directory(env),

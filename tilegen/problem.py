@@ -167,8 +167,9 @@ class AttentionProblem:
         """
         if self.page:
             return self if is_surely_solved(self.mask) else self._without_lists()
-        step = step_of(self.mask, self.score.text if self.score else "", self.batch)
-        if step == 1 or self.invariant:  # groups would change the order in which keys are summed
+        score = self.score.text if self.score else ""
+        step = step_of(self.mask, score, self.batch, invariant=self.invariant)
+        if step == 1:
             return self
         groups = self.batch * step
         return replace(

@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 
 from tilegen import api
+from tilegen.check.reference import make_inputs
 from tilegen.cpu import runs_compiled
 from tilegen.emit.identity import rows_are_aligned
 from tilegen.environment import current, settings
@@ -21,7 +22,6 @@ from tilegen.launch.changes import Changes, Wanted
 from tilegen.launch.kernels import Kernels
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import dispatch
-from tilegen.runtime.call import DTYPES
 
 MAX_LENGTHS = 2**17
 """Lengths of one call of `warm`: each takes some microseconds."""
@@ -108,17 +108,10 @@ def _is_plain(problem: AttentionProblem) -> bool:
 
 
 def _launch(kernels: Kernels, problem: AttentionProblem, backward: bool) -> None:
-    """Launch kernels on a few zeros, since Triton compiles at a launch, for any length."""
-    dtype = next(one for one, name in DTYPES.items() if name == problem.dtype)
-    dims = problem.head_dim_qk, problem.head_dim_qk, problem.head_dim_v
-    heads = problem.num_heads_q, problem.num_heads_kv, problem.num_heads_kv
-    q, k, v = (
-        torch.zeros(1, many, ROWS, dim, dtype=dtype, device=kernels.device)
-        for many, dim in zip(heads, dims, strict=True)
-    )
-    if problem.latent:
-        v = k[..., : problem.head_dim_v]
-    changes = Changes(problem.mask)
-    out, lse = kernels.forward(q, k, v, 1.0, changes)
+    """Launch kernels on a few rows, since Triton compiles at a launch, for any length."""
+    few = replace(problem, batch=1, seqlen_q=ROWS, seqlen_kv=ROWS)
+    x, changes = make_inputs(few, device=kernels.device), Changes(problem.mask)
+    out, lse = kernels.forward(x.q, x.k, x.v, 1.0, changes)
     if backward:
-        kernels.backward((q, k, v, out, lse), out, None, 1.0, changes, Wanted(True, True))
+        given = x.q, x.k, x.v, out, lse
+        kernels.backward(given, x.dout, None, 1.0, changes, Wanted(True, True))

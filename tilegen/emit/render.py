@@ -186,7 +186,7 @@ def _context(
         "rows_in_l2": rows_together(problem),
         "heads_per_read": "" if side == "columns" else " * GROUP_SIZE",
         "keep": keep,
-        "keep_columns": columns_source(problem.mask),
+        "keep_columns": columns_source(problem.mask) if side == "columns" else None,
         "guard": guard_of(problem, spec),
         "per_head": side == "columns" and ranges.per_head,
         "needs_head": keep.per_head,

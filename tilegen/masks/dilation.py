@@ -21,12 +21,15 @@ MAX_GROUPS = 2**20
 """Most groups of all batch entries together: groups are batch entries of the kernel."""
 
 
-def step_of(mask: Mask, score: str, batch: int) -> int:
+def step_of(mask: Mask, score: str, batch: int, *, invariant: bool = False) -> int:
     """Return the step by which a call can be regrouped; 1 where it cannot.
 
     The rest of the mask must be causal and windows from the top left, and the score's text must not
-    read positions, lengths or the batch.
+    read positions, lengths or the batch. Batch-invariant calls keep the order in which keys are
+    summed, which groups change.
     """
+    if invariant:
+        return 1
     parts = mask.conjuncts
     steps = [part.args[0] for part in parts if part.form is DILATED]
     if len(steps) != 1 or batch * steps[0] > MAX_GROUPS:

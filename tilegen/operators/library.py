@@ -120,23 +120,12 @@ def differentiated(
     """Compute the gradients of the inputs `given`: q, k, v and trained tensors of a score.
     `results` are out and lse."""
     with using(_noted.get(_place(results[1])) or of_environment()):
-        return _differentiated(given, results, dout, dlse, changes, scale)
-
-
-def _differentiated(
-    given: Sequence[torch.Tensor],
-    results: tuple[torch.Tensor, torch.Tensor],
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    changes: Changes,
-    scale: float,
-) -> list[torch.Tensor | None]:
-    with torch.enable_grad():
-        plan = plan_of(given[0], given[1], given[2], changes)
-    if plan.kernels is None or scale < 0:
-        return _computed_again(given, dout, dlse, changes, scale)
-    with torch.no_grad():
-        return _by_kernels(plan.kernels, given, results, dout, dlse, changes, scale)
+        with torch.enable_grad():
+            plan = plan_of(given[0], given[1], given[2], changes)
+        if plan.kernels is None or scale < 0:
+            return _computed_again(given, dout, dlse, changes, scale)
+        with torch.no_grad():
+            return _by_kernels(plan.kernels, given, results, dout, dlse, changes, scale)
 
 
 def noted(lse: torch.Tensor) -> torch.Tensor:

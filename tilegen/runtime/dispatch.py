@@ -151,9 +151,9 @@ def _rewritten(
         problem_of(q, k, v, changes)  # raises if the tensors do not fit together
         return without_pairs, default
     text = changes.score.text if changes.score else ""
-    if current().batch_invariant:  # as in `AttentionProblem.normal`
-        return None
-    if q.ndim and (step := step_of(changes.kind.mask, text, q.shape[0])) > 1:
+    invariant = current().batch_invariant
+    step = step_of(changes.kind.mask, text, q.shape[0], invariant=invariant) if q.ndim else 1
+    if step > 1:
         problem_of(q, k, v, changes)  # raises if the tensors do not fit together
         return partial(_regrouped, step), default
     return None
