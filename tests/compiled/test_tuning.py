@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
 import tilegen
 from tests.records import timed
@@ -69,6 +71,41 @@ def named(monkeypatch: pytest.MonkeyPatch) -> None:
         return launch
 
     monkeypatch.setattr(in_turns.InTurns, "_run", run)
+
+
+def test_flex_attention_uses_the_record_of_its_function(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The record was tuned under the name of the mask; the call has a function."""
+    problem = AttentionProblem.parse("b1 hq2 hkv1 q64 kv64 d32 fp32 causal&window(15,-1)")
+    task = KernelTask.of("fwd", problem, current_cpu())
+    model = pipeline.choose(problem, current_cpu())["fwd"].config
+    other = next(config for config in on_cpu.tuned_space(task) if config != model)
+    named(monkeypatch)
+    monkeypatch.setattr(in_turns, "pairs_of", preferring(other))
+    (record,) = api.tune(problem, kernel="fwd", trials=9)
+    assert record.config == other
+    plans.forget()
+
+    def window(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (q >= k) & (q - k <= 15)
+
+    blocks = create_block_mask(window, None, None, 64, 64, device="cpu")
+    q, k, v = torch.randn(1, 2, 64, 32), torch.randn(1, 1, 64, 32), torch.randn(1, 1, 64, 32)
+    caplog.set_level(logging.DEBUG, logger="tilegen")
+    with tilegen.settings(cpu="kernels"):
+        out = tilegen.flex_attention(q, k, v, block_mask=blocks, enable_gqa=True)
+    (choice,) = (text for text in caplog.messages if text.startswith("fwd for"))
+    assert f"{other}, from {own_cache / record.path}" in choice
+    distance = torch.arange(64)[:, None] - torch.arange(64)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q.double(),
+        k.double(),
+        v.double(),
+        attn_mask=(distance >= 0) & (distance <= 15),
+        enable_gqa=True,
+    )
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_calls_use_the_tuned_config(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,7 +115,7 @@ def test_whatever_is_read_is_a_mask(text: str) -> None:
         ("window(-1,-1)", "full"),
         ("((causal))", "causal"),
         ("~~causal", "causal"),
-        ("keep( (q) >= k )", "keep(k<=q)"),
+        ("keep( (q) >= k*k )", "keep(k**2<=q)"),
         ("window( 3 , @h:8 )", "window(3,@h:8)"),
         ("keep(t0[()] >= k, @:50int)", "keep(k<=t0[()],@:50int)"),
         (
@@ -123,8 +123,8 @@ def test_whatever_is_read_is_a_mask(text: str) -> None:
             "unlisted(block_sparse(@bh:50,16)&global(5))",
         ),
         (
-            "within(same_id(@q:4,@k:4), ~window(3,0)|causal)",
-            "within(same_id(@q:4,@k:4),causal|~window(3,0))",
+            "within(same_id(@q:4,@k:4), ~window(3,0)|kv_prefix(9))",
+            "within(same_id(@q:4,@k:4),kv_prefix(9)|~window(3,0))",
         ),
         ("neighborhood( 3x4x5 , 1x3x5 )", "neighborhood(3x4x5,1x3x5)"),
     ],

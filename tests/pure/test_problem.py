@@ -85,8 +85,10 @@ def test_order_and_space_do_not_matter(text: str) -> None:
 
 
 def test_spaces_inside_a_mask() -> None:
-    problem = AttentionProblem.parse("hq8 q128 d192/128 fp32 causal & window( 63 , 0 ) hkv2")
-    assert problem.key == "b1 hq8 hkv2 q128 kv128 d192/128 fp32 causal&window(63,0)"
+    problem = AttentionProblem.parse(
+        "hq8 q128 d192/128 fp32 causal & window( 63 , 9 , bottom_right ) hkv2"
+    )
+    assert problem.key == "b1 hq8 hkv2 q128 kv128 d192/128 fp32 causal&window(63,9,bottom_right)"
     spaced, dense = (
         AttentionProblem.parse(f"hq8 q128 d64 bf16 causal & keep({mask}) score({score})")
         for mask, score in (("k <= 2 * (q + 1)", "s * 2"), ("k<=2*(q+1)", "s*2"))
@@ -158,10 +160,10 @@ def test_the_table_of_problems_has_awkward_sizes() -> None:
 @pytest.mark.parametrize(
     "spaced, mask",
     [
-        ("causal | window(1, 0)", "causal|window(1,0)"),
-        ("causal & ~ window(9, 9)", "causal&~window(9,9)"),
+        ("dilated( 2 ) | window(1, 1)", "dilated(2)|window(1,1)"),
+        ("dilated(2) & ~ window(9, 9)", "dilated(2)&~window(9,9)"),
         ("~ causal", "~causal"),
-        ("( causal | prefix_lm(5) ) & window(9, 0)", "(causal|prefix_lm(5))&window(9,0)"),
+        ("( global(2) | window(3, 3) ) & window(9, -1)", "(global(2)|window(3,3))&window(9,-1)"),
     ],
 )
 def test_spaces_in_masks_do_not_split_them(spaced: str, mask: str) -> None:

@@ -193,8 +193,8 @@ def test_current_versions(tmp_path: Path) -> None:
     [
         ("b1 hq8 hkv1 q1 kv64 d64 fp16 full", "b1_hq8_hkv1_q1_kv64_d64_fp16_full"),
         (
-            "b1 hq1 hkv1 q64 kv64 d192/128 bf16 causal&window(4095,0)",
-            "b1_hq1_hkv1_q64_kv64_d192-128_bf16_causal+window-4095-0",
+            "b1 hq1 hkv1 q64 kv64 d192/128 bf16 window(4095,0)",
+            "b1_hq1_hkv1_q64_kv64_d192-128_bf16_window-4095-0",
         ),
         (
             "b1 hq1 hkv1 q64 kv64 d64 fp32 window(-1,7,bottom_right)",

@@ -120,7 +120,7 @@ SIDE = 9
 FAMILIES: dict[str, Mask] = {
     "full": full(),
     "causal": causal(),
-    **{f"prefix {columns}": prefix_lm(columns) for columns in (0, 1, 3, 6, 8)},
+    **{f"prefix {columns}": prefix_lm(columns) for columns in (1, 3, 6, 8)},
     **{f"window {left} {right}": sliding_window(left, right)
        for left, right in ((0, 0), (2, 0), (1, 2), (4, 3), (8, 8))},
 }  # fmt: skip
@@ -164,7 +164,7 @@ def test_bounds_of_staircases_are_reached() -> None:
         assert said < 0.9 * by_degrees(side, side, group)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.3, 0.5, 0.6, 0.8, 0.99])
+@pytest.mark.parametrize("share", [0.001, 0.1, 0.3, 0.5, 0.6, 0.8, 0.99])
 def test_bounds_of_prefixes_are_reached(share: float) -> None:
     """Beside staircases: with all rows and few columns more than the prefix, and with those of the
     prefix alone."""

@@ -380,9 +380,9 @@ def test_masks_hold_no_choice_between_numbers() -> None:
 @pytest.mark.parametrize(
     "name, notation",
     [
-        ("documents", "keep(k<=q)&matched(@k:64)"),
+        ("documents", "causal&matched(@k:64)"),
         ("chunks", "keep(k//16==q//16)"),
-        ("chunks before", "keep((k//16<=q//16)&(q//16-(k//16)<=2))"),
+        ("chunks before", "keep((k//16<=q//16)&(q//16<=k//16+2))"),
     ],
 )
 def test_closed_forms_of_masks_that_users_write(name: str, notation: str) -> None:
@@ -395,8 +395,8 @@ def test_closed_forms_of_masks_that_users_write(name: str, notation: str) -> Non
 
 def test_dilated_masks_are_known_however_they_are_written() -> None:
     """So that their rows and columns are regrouped."""
-    assert predicate(user_forms.MASKS["dilated"]).notation == "causal&dilated(3)&window(39,-1)"
+    assert predicate(user_forms.MASKS["dilated"]).notation == "dilated(3)&window(39,0)"
     alone = predicate(lambda b, h, q, k: (k - q) % 4 == 0)
     assert alone.notation == "dilated(4)"
     other = predicate(lambda b, h, q, k: ((k - q) % 4 == 0) & (k < 9))
-    assert other.notation.startswith("keep(")
+    assert other.notation == "dilated(4)&kv_prefix(9)"

@@ -21,7 +21,6 @@ from transformers import masking_utils
 from tilegen.errors import Unsupported
 from tilegen.integrations import tables
 from tilegen.integrations.windows import alignment_of
-from tilegen.masks.form import Window
 from tilegen.masks.mask import (
     Mask,
     causal,
@@ -250,17 +249,7 @@ def _blocks(place: Place, block_sequence_ids: torch.Tensor) -> Mask:
 def _all_of(place: Place, mask_functions: Sequence[MaskFunction]) -> Mask | None:
     if (packed := _packed(place, mask_functions)) is not None:
         return packed
-    return _joined(_intersected, place, mask_functions)
-
-
-def _intersected(*masks: Mask) -> Mask:
-    """Return the `&` of masks; a window to the left and a causal mask become one window."""
-    windows = [mask.window for mask in masks]
-    match windows:
-        case [Window(left, None, corner), Window(None, right, other)] if corner == other:
-            return sliding_window(left, right, corner)
-        case _:
-            return intersect(*masks)
+    return _joined(intersect, place, mask_functions)
 
 
 def _any_of(place: Place, mask_functions: Sequence[MaskFunction]) -> Mask | None:
@@ -296,7 +285,7 @@ def _packed(place: Place, functions: Sequence[MaskFunction]) -> Mask | None:
             numbers.append(torch.div(from_start, made_with["chunk_size"], rounding_mode="floor"))
         else:
             return None
-    return intersect(tables.runs(*numbers), _intersected(*parts))
+    return intersect(tables.runs(*numbers), *parts)
 
 
 def _flat(function: MaskFunction) -> list[MaskFunction]:

@@ -170,8 +170,8 @@ def predicate(fn: Callable[[Any, Any, Any, Any], Any]) -> Mask:
 
 
 def _traced(fn: Callable[[Any, Any, Any, Any], Any]) -> Mask:
-    from tilegen.masks.expression_mask import mask_of_trace  # loads torch
     from tilegen.masks.language.texts import to_text
+    from tilegen.masks.traced import mask_of_trace  # loads torch
     from tilegen.masks.tracing.trace import trace_mask
 
     traced = trace_mask(fn)

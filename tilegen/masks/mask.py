@@ -11,6 +11,7 @@ import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from tilegen.errors import InvalidProblem, Unsupported
@@ -199,7 +200,7 @@ class Mask:
 
     def inverted(self) -> Mask:
         """Return the complement. torch.compile traces this method, but not `~`."""
-        return self.args[0] if self.form is NOT else Mask.of(NOT, self)
+        return self.args[0] if self.form is NOT else _canonical("~", NOT, (self,))
 
     __invert__ = inverted
 
@@ -294,9 +295,9 @@ def sliding_window(
     `sliding_window(4095, 0)`."""
     check_alignment(alignment)
     left, right = _limit("left", left), _limit("right", right)
-    return (
-        Mask.of(FULL) if left is None and right is None else Mask.of(WINDOW, left, right, alignment)
-    )
+    if left is None and (right is None or right == 0):
+        return Mask.of(FULL) if right is None else Mask.of(CAUSAL, alignment)
+    return Mask.of(WINDOW, left, right, alignment)
 
 
 def _limit(side: str, value: int | Values | None) -> int | Values | None:
@@ -308,29 +309,25 @@ def _limit(side: str, value: int | Values | None) -> int | Values | None:
 
 
 def intersect(*masks: Mask) -> Mask:
-    """Return the `&` of masks: flattened, without `full` and repetitions, in a fixed order."""
-    parts = [part for part in _flat(masks, AND) if not part.is_full]
-    if not parts:
-        return Mask.of(FULL)
-    return parts[0] if len(parts) == 1 else noted(Mask.of(AND, *parts), ("&", masks))
+    """Return the `&` of masks, in canonical form."""
+    return _canonical("&", AND, tuple(part for part in masks if not part.is_full))
 
 
 def unite(*masks: Mask) -> Mask:
-    """Return the `|` of masks: flattened, without repetitions, in a fixed order."""
-    parts = _flat(masks, OR)
-    if any(part.is_full for part in parts):
+    """Return the `|` of masks, in canonical form."""
+    return _canonical("|", OR, masks)
+
+
+def _canonical(sign: str, join: Form, masks: tuple[Mask, ...]) -> Mask:
+    if not masks:
         return Mask.of(FULL)
-    return parts[0] if len(parts) == 1 else noted(Mask.of(OR, *parts), ("|", masks))
-
-
-def _flat(masks: tuple[Mask, ...], join: Form) -> list[Mask]:
-    """Return the parts of nested joins, each once, by their notation."""
-    parts: list[Mask] = []
-    for mask in masks:
-        for part in mask.parts if mask.form is join else (mask,):
-            if part.values or part not in parts:  # equal stand-ins may be of different tensors
-                parts.append(part)
-    return sorted(parts, key=lambda part: part.notation)
+    if len(masks) == 1 and join is not NOT:
+        return masks[0]
+    if is_traced():
+        return Pending((sign, masks))
+    # Names are read from expressions, which cached calls do not load.
+    mask: Mask = import_module("tilegen.masks.naming").canonical(Mask.of(join, *masks))
+    return noted(mask, (sign, masks)) if mask.values else mask
 
 
 def values_of(mask: Mask, within: Mask | None = None) -> Iterator[tuple[Values, Mask | None]]:
@@ -364,7 +361,7 @@ def with_values(mask: Mask, changed: Callable[[Values], Values]) -> Mask:
 def _joined(sign: str, join: Callable[..., Mask], mask: Mask, other: Any) -> Any:
     if not isinstance(other, Mask):
         return NotImplemented
-    return Pending((sign, (mask, other))) if is_traced() else join(mask, other)
+    return join(mask, other)
 
 
 def _inverted(keep: Condition) -> Condition:

@@ -46,6 +46,24 @@ def parse_mask(text: str) -> Mask:
     return mask
 
 
+def older_notations(mask: Mask) -> tuple[str, ...]:
+    """Return notations under which earlier tilegens stored records of the mask: parts that end at
+    the diagonal were joined, or came from functions."""
+    parts = mask.conjuncts
+    at = next((i for i, part in enumerate(parts) if part.window and not part.values), None)
+    if at is None:
+        return ()
+    left, right, alignment = parts[at].window or (None, None, "")
+    if right != 0 or alignment != "top_left":
+        return ()
+    older = [("keep(k<=q)",)]
+    if left is not None:
+        older = [("causal", f"window({left},{side})") for side in (0, -1)]
+        older += [(f"keep((k<=q)&({part}))",) for part in (f"q-k<={left}", f"q-{left}<=k")]
+    others = [part.notation for i, part in enumerate(parts) if i != at]
+    return tuple("&".join(sorted([*one, *others])) for one in older)
+
+
 _FOREIGN = re.compile(
     r"""['"#\\\r\n]|,\s*\)|(?<!\[)\(\s*\)|(?<![:\d])\d+(?:_|and|else|for|i[fns]|not|or)"""
 )
@@ -166,7 +184,8 @@ def _tree(table: Any, *lengths: Any) -> Mask:
 
 
 def _keep(text: str, *tables: Any) -> Mask:
-    from tilegen.masks.expression_mask import KEEP, canonical  # loads torch
+    from tilegen.masks.expression_mask import KEEP, text_of  # loads torch
+    from tilegen.masks.naming import canonical
 
     captured: list[Values] = []
     for table in tables:
@@ -175,7 +194,8 @@ def _keep(text: str, *tables: Any) -> Mask:
             raise InvalidProblem(f"expected values such as @:50int, got {str(table)[:200]!r}")
         stand_in = _stand_in(match[1], "table", cast("Kind", match[2]))
         captured.append(replace(stand_in, axes=None))
-    return Mask.of(KEEP, canonical(text, tuple(table.kind for table in captured)), *captured)
+    text = text_of(text, tuple(table.kind for table in captured))
+    return canonical(Mask.of(KEEP, text, *captured))
 
 
 def _comparison(name: str, column: Any) -> Mask:

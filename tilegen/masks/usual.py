@@ -7,7 +7,7 @@ from typing import Any
 
 from tilegen.errors import InvalidProblem
 from tilegen.masks.form import Condition, Form, Side
-from tilegen.masks.mask import Mask, full
+from tilegen.masks.mask import NOT, Mask, causal, full
 from tilegen.masks.tree import TREE
 from tilegen.masks.values import Pair, Pattern, Values, check_number
 
@@ -44,18 +44,21 @@ DILATED = Form("dilated", lambda at, side, step: equal((at.q - at.k) % step, 0))
 
 def prefix_lm(prefix: int | Values) -> Mask:
     """Return `k <= q or k < prefix`: bidirectional in the prefix, causal behind it."""
-    return Mask.of(PREFIX_LM, _number("prefix_lm", prefix))
+    prefix = _number("prefix_lm", prefix)
+    return causal() if prefix == 0 else Mask.of(PREFIX_LM, prefix)
 
 
 def global_tokens(tokens: int | Values) -> Mask:
     """Return `q < tokens or k < tokens`: the first tokens see everything and are seen by all. Join
     with a window by `|`, as Longformer does."""
-    return Mask.of(GLOBAL, _number("global", tokens))
+    tokens = _number("global", tokens)
+    return Mask.of(NOT, full()) if tokens == 0 else Mask.of(GLOBAL, tokens)
 
 
 def kv_prefix(columns: int | Values) -> Mask:
     """Return `k < columns`: only the first columns, by batch for padded batches."""
-    return Mask.of(KV_PREFIX, _number("kv_prefix", columns))
+    columns = _number("kv_prefix", columns)
+    return Mask.of(NOT, full()) if columns == 0 else Mask.of(KV_PREFIX, columns)
 
 
 def dilated(step: int) -> Mask:

@@ -122,7 +122,7 @@ def _mask(spec: Any, tensors: Tensors) -> Mask:
             given = iter([tensors[i] for i in places])
             return with_values(parse_mask(notation), lambda value: _with(value, next(given)))
         case "keep", text, places:
-            from tilegen.masks.expression_mask import mask_of_text  # loads torch
+            from tilegen.masks.traced import mask_of_text  # loads torch
 
             return mask_of_text(text, tuple(tensors[i] for i in places))
         case "ids", place, are_whole:

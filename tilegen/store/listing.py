@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from tilegen.store.files import text_of
 from tilegen.store.lookup import Difference, Found, identity, joined, soft
 from tilegen.store.places import Location, Origin, locations, names, pass_over, read_all
 from tilegen.store.reach import Unreachable
-from tilegen.store.record import TuningRecord
+from tilegen.store.record import TuningRecord, path_of_key
 from tilegen.store.versions import Versions
 from tilegen.task import KernelTask
 from tilegen.tuning.measure import one_line
@@ -125,7 +126,8 @@ def _examine(location: Location, name: str, data: bytes | TilegenError | None) -
             trouble = "disappeared while it was read"
         else:
             record = TuningRecord.from_json(text_of(data))
-            if str(record.path) != name:
+            own = path_of_key(record.gpu, record.kernel, json.loads(data)["problem"], record.policy)
+            if name not in (str(record.path), str(own)):
                 trouble = f"is never found here; it belongs at {location.address(record.path)!r}"
     except (InvalidRecord, Unreachable) as error:
         trouble = one_line(error)

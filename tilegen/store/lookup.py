@@ -21,7 +21,7 @@ from tilegen.store.election import conditions, elect, join, no_finding, verdict
 from tilegen.store.files import Change, Unreadable, text_of
 from tilegen.store.places import Location, Origin, locations
 from tilegen.store.reach import Unreachable
-from tilegen.store.record import OtherSchema, TuningRecord, bucket_of, record_path
+from tilegen.store.record import OtherSchema, TuningRecord, bucket_of, older_paths, record_path
 from tilegen.store.versions import Versions, is_credible, second_after
 from tilegen.task import KernelTask, Tiled
 from tilegen.tuning.measure import one_line
@@ -120,11 +120,19 @@ class _Asked:
         """Yield the usable records of `gpu`, in the order of locations, for the task's device."""
         task, runs_on = self.task, self.task.device
         bucket = bucket_of(task.problem)
-        path = record_path(gpu.name, task.kernel, bucket, gpu.policy)
+        of = gpu.name, task.kernel, bucket, gpu.policy
         for location in where:
-            if (record := self._usable(path, location)) is None:
+            # At URLs each file costs a request: `cache merge` moves older records there.
+            older = older_paths(*of) if location.folder else ()
+            usable = {
+                path: record
+                for path in (record_path(*of), *older)
+                if (record := self._usable(path, location)) is not None
+            }
+            if not usable:
                 continue
-            file = location.address(path)
+            file = location.address(next(iter(usable)))
+            record = join(usable.values()) if len(usable) > 1 else next(iter(usable.values()))
             if hard := identity(replace(task, device=gpu), record):
                 say_once(f"record {file!r} is about something else ({joined(hard)}); skipped")
                 continue

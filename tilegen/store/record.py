@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 from tilegen.errors import InvalidRecord, TilegenError
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import KERNELS, check_config
+from tilegen.masks.notation import older_notations
 from tilegen.problem import AttentionProblem
 from tilegen.store.fields import MAX_TEXT, Fields, parse_json
 from tilegen.store.versions import Versions, release_order
@@ -34,6 +35,8 @@ ARCH = r"sm_\d{2,4}[a-z]?|gfx[0-9a-f]{3,5}|avx512(bf16)?|amx|avx2|sse2|neon(bf16
 MAX_SECONDS = 1e9
 MAX_BYTES = 2**63
 MAX_RIVALS = 15
+MASK = 7
+"""The place of the mask among the words of a problem's notation."""
 KEY = ("gpu", "arch", "kernel", "problem", "policy")
 """Fields that identify the task of a record; its rivals share them."""
 
@@ -272,9 +275,23 @@ def record_path(
     gpu: str, kernel: Kernel, problem: AttentionProblem, policy: str = POLICY
 ) -> PurePosixPath:
     """Return the path of a problem's record, relative to a location."""
-    suffix = "" if policy == POLICY else f".{policy}"
     # Rounded, not normalised: records of earlier tilegens, not in normal form, keep their paths.
-    return PurePosixPath(slug(gpu), kernel, f"{slug(problem.rounded.key)}{suffix}.json")
+    return path_of_key(gpu, kernel, problem.rounded.key, policy)
+
+
+def older_paths(
+    gpu: str, kernel: Kernel, problem: AttentionProblem, policy: str = POLICY
+) -> tuple[PurePosixPath, ...]:
+    """Return the paths under which earlier tilegens stored records of the same problem."""
+    before, mask, after = problem.rounded.key.partition(f" {problem.mask.notation}")
+    keys = (f"{before} {older}{after}" for older in older_notations(problem.mask) if mask)
+    return tuple(path_of_key(gpu, kernel, key, policy) for key in keys)
+
+
+def path_of_key(gpu: str, kernel: str, key: str, policy: str) -> PurePosixPath:
+    """Return the path of the record of a problem's notation, relative to a location."""
+    suffix = "" if policy == POLICY else f".{policy}"
+    return PurePosixPath(slug(gpu), kernel, f"{slug(key)}{suffix}.json")
 
 
 def slug(text: str) -> str:
@@ -309,13 +326,15 @@ def kernel_of(fields: Fields) -> Kernel:
 
 
 def problem_of(fields: Fields) -> AttentionProblem:
-    """Parse the field `problem`, which must be in canonical notation. Raises InvalidRecord."""
+    """Parse the field `problem`, which must be in canonical notation, but for the spelling of its
+    mask. Raises InvalidRecord."""
     text = fields.text("problem", longest=MAX_TEXT)
     try:
         problem = AttentionProblem.parse(text)
     except TilegenError as error:
         raise InvalidRecord(f"problem: {error}") from None
-    if problem.key != text:
+    words, given = problem.key.split(" "), text.split(" ")
+    if [*words[:MASK], *words[MASK + 1 :]] != [*given[:MASK], *given[MASK + 1 :]]:
         raise OtherSchema(f"problem must be {problem.key!r}, its canonical form; got {text!r}")
     return problem
 

@@ -1,0 +1,132 @@
+"""Masks of traced functions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tilegen.masks.comparison import comparison_of
+from tilegen.masks.expression_mask import KEEP, predicate_of
+from tilegen.masks.form import Side
+from tilegen.masks.language.algebra import both, conjuncts
+from tilegen.masks.language.captured import kind_of_tensor, merge
+from tilegen.masks.language.expr import B, Expr, K, Q, slot_of
+from tilegen.masks.language.integers import combined, linear
+from tilegen.masks.language.rewriting import made, replaced
+from tilegen.masks.language.texts import to_text
+from tilegen.masks.mask import AND, Mask
+from tilegen.masks.naming import UNJUDGED, canonical, simplified
+from tilegen.masks.packed import of_ids
+from tilegen.masks.tiles.visit import visit
+from tilegen.masks.tracing.derived import Derived
+from tilegen.masks.tracing.trace import Traced
+from tilegen.masks.values import Values, table
+
+
+def mask_of_text(text: str, captured: tuple[torch.Tensor, ...]) -> Mask:
+    """Return the mask of a predicate's text over tensors, right for any elements they may have."""
+    expr = predicate_of(text, tuple(map(kind_of_tensor, captured)))
+    return mask_of_trace(Traced(expr, captured, (), Derived()), looks_at_tables=False)
+
+
+def mask_of_trace(traced: Traced, *, looks_at_tables: bool = True) -> Mask:
+    """Return the mask of a traced predicate. `looks_at_tables` lets the elements of tables say
+    whether ids are compared by rank, which needs no lists of tiles."""
+    written = conjuncts(simplified(_within_documents(traced.expr)))
+    # Ids may be changed in place until their documents are not whole: ranks stay right then.
+    compared = _compared(list(written), traced) if looks_at_tables else None
+    if compared is not None:
+        return compared
+    documents = [_same_document(part, traced) for part in written]
+    parts = [part if mask is None else mask for part, mask in zip(written, documents, strict=True)]
+    compared = _compared(parts, traced)
+    return _joined(parts, traced) if compared is None else compared
+
+
+def _joined(parts: list[Any], traced: Traced) -> Mask:
+    """Return the `&` of masks and conditions."""
+    known = [part for part in parts if isinstance(part, Mask)]
+    (rest,), captured = merge(
+        [(both(*(p for p in parts if not isinstance(p, Mask))), traced.captured)]
+    )
+    values = tuple(_table(tensor, traced.derived) for tensor in captured)
+    return canonical(Mask.of(AND, Mask.of(KEEP, to_text(rest), *values), *known))
+
+
+def _compared(parts: list[Any], traced: Traced) -> Mask | None:
+    """Return the mask with comparisons in the place of conditions that read tensors; None where
+    that mask has no closed form."""
+    replaced_parts: list[Any] = []
+    for part in parts:
+        if isinstance(part, Mask) or not part.loads():
+            replaced_parts.append(part)
+            continue
+        is_negated = part.op == "not" and part.args[0].args[0].is_float
+        comparison = comparison_of(part.args[0] if is_negated else part, traced)
+        if comparison is None:
+            return None
+        replaced_parts.append(~comparison if is_negated else comparison)
+    if not any(isinstance(part, Mask) and part not in parts for part in replaced_parts):
+        return None
+    mask = _joined(replaced_parts, traced)
+    sides: tuple[Side, Side] = ("rows", "columns")
+    return mask if all(visit(mask.general, side).sets for side in sides) else None
+
+
+def _within_documents(expr: Any) -> Any:
+    """Return an equal predicate without terms that are the same for q and k: where
+    `ids[q] == ids[k]`, the document of k is that of q, and
+    `q - starts[ids[q]] >= k - starts[ids[k]]` says `q >= k`."""
+    same: dict[Expr, Expr] = {}
+    for part in conjuncts(expr):
+        if part.op == "eq" and all(side.op == "load" for side in part.args):
+            of_q, of_k = sorted(part.args, key=lambda side: side.has(K))
+            if replaced(of_q, {Q: K}) is of_k and not of_k.has(Q):
+                same[of_k] = of_q
+    if not same:
+        return expr
+    pairs = {part for part in conjuncts(expr) if part.op == "eq" and set(part.args) & set(same)}
+    others = [replaced(part, same) for part in conjuncts(expr) if part not in pairs]
+    return both(*pairs, *map(_cancelled, others))
+
+
+def _cancelled(expr: Expr) -> Expr:
+    """Return a predicate whose comparisons of integers have no term on both sides."""
+    changed: dict[Expr, Expr] = {}
+    for node in expr.walk():
+        if node.op not in ("lt", "le", "eq") or not node.args[0].is_int:
+            continue
+        (left, a), (right, b) = map(linear, node.args)
+        common = {term for term, factor in left.items() if right.get(term) == factor}
+        if common:
+            sides = (
+                combined({t: f for t, f in terms.items() if t not in common}, constant)
+                for terms, constant in ((left, a), (right, b))
+            )
+            changed[node] = made(node, tuple(sides))
+    return replaced(expr, changed) if changed else expr
+
+
+def _same_document(part: Expr, traced: Traced) -> Mask | None:
+    """Return the mask of `ids[q] == ids[k]`, of documents that need not be whole."""
+    if part.op != "eq" or any(side.op != "load" for side in part.args):
+        return None
+    left, right = part.args
+    (*at, first), (*same, second) = (side.args or (None,) for side in part.args)
+    if slot_of(left) != slot_of(right) or at != same or {first, second} != {Q, K}:
+        return None
+    ids = traced.captured[slot_of(left)]
+    is_made = traced.derived.made(ids)
+    if at not in ([], [B]) or ids.dtype.is_floating_point or is_made:
+        return None
+    return of_ids(ids, are_whole=False)
+
+
+def _table(tensor: Any, derived: Derived) -> Values:
+    """Return the values of a tensor that is looked up, of a density that is not judged yet: a
+    recipe if the function made the tensor."""
+    looked_up = table(tensor, UNJUDGED)
+    recipe = derived.recipe(tensor, getattr(torch, looked_up.elements))
+    return looked_up if recipe is None else replace(looked_up, tensor=None, recipe=recipe)
