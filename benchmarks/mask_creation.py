@@ -93,15 +93,15 @@ def form(case: Case, provider: Provider) -> str:
 
 def _closed_form() -> Callable[[], Made]:
     from tilegen.masks import sliding_window
-    from tilegen.masks.tiles import closed_form
+    from tilegen.masks.tiles import spans
 
-    kept = [function for function in vars(closed_form).values() if hasattr(function, "cache_clear")]
+    kept = [function for function in vars(spans).values() if hasattr(function, "cache_clear")]
 
     def make() -> Made:
         for function in kept:
             function.cache_clear()
         for side in ("rows", "columns"):
-            closed_form.stream_sets(sliding_window(WINDOW - 1, 0), side)
+            spans.stream_sets(sliding_window(WINDOW - 1, 0), side)
         return Made(bytes=0, live_tiles=None)  # expressions, compiled into the kernel
 
     return make

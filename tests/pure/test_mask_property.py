@@ -31,7 +31,7 @@ from tilegen.masks.language.algebra import as_expr
 from tilegen.masks.language.evaluation import points
 from tilegen.masks.language.expr import FIRST, LAST, SEQLEN_KV, SEQLEN_Q, B, H
 from tilegen.masks.mask import Side
-from tilegen.masks.tiles.closed_form import stream_sets
+from tilegen.masks.tiles.spans import stream_sets
 from tilegen.masks.tiles.tile_ranges import tile_ranges
 from tilegen.masks.usual import kv_prefix
 from tilegen.masks.values import Pair

@@ -10,7 +10,7 @@ from tilegen.masks import Mask, causal, full, parse_mask, sliding_window
 from tilegen.masks.form import Form
 from tilegen.masks.language.algebra import minimum
 from tilegen.masks.mask import Side
-from tilegen.masks.tiles.closed_form import FIRST, LAST, SEQLEN_KV, stream_sets
+from tilegen.masks.tiles.spans import FIRST, LAST, SEQLEN_KV, stream_sets
 from tilegen.masks.tiles.tile_ranges import TileRanges, tile_ranges
 
 MASKS = [

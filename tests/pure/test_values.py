@@ -32,7 +32,7 @@ from tilegen.masks.language.expr import PAIR, B, K, Q
 from tilegen.masks.language.rewriting import renamed
 from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import tensors_of
-from tilegen.masks.tiles.closed_form import depends_on
+from tilegen.masks.tiles.spans import depends_on
 from tilegen.masks.tiles.tile_ranges import tile_ranges
 from tilegen.masks.values import Pair
 from tilegen.problem import AttentionProblem

@@ -19,8 +19,8 @@ from tilegen.masks.language.integers import linear
 from tilegen.masks.language.loads import Loads, reading
 from tilegen.masks.language.triton_source import NAMES, Writer
 from tilegen.masks.mask import Mask, Side
-from tilegen.masks.tiles.closed_form import Interval, StreamSets, edges
 from tilegen.masks.tiles.intervals import Arithmetic, Edges, Range, merge
+from tilegen.masks.tiles.spans import Interval, StreamSets, edges
 from tilegen.masks.tiles.visit import visit
 from tilegen.masks.usual import UNLISTED
 from tilegen.masks.values import LIMIT

@@ -23,8 +23,8 @@ from tilegen.masks.mask import Mask
 from tilegen.masks.remembered import by_mask
 from tilegen.masks.shapes import Shape, TiledShape
 from tilegen.masks.tensors import tensors_of
-from tilegen.masks.tiles.closed_form import StreamSets, depends_on, edges
 from tilegen.masks.tiles.intervals import Arithmetic, Edges, Range, Visited, merge
+from tilegen.masks.tiles.spans import StreamSets, depends_on, edges
 from tilegen.masks.tiles.tile_lists import build
 from tilegen.masks.tiles.visit import visit
 from tilegen.masks.usual import NEIGHBORHOOD

@@ -9,7 +9,7 @@ from typing import Literal
 from tilegen.errors import Unsupported
 from tilegen.masks.form import Side
 from tilegen.masks.mask import Mask
-from tilegen.masks.tiles.closed_form import StreamSets, stream_sets
+from tilegen.masks.tiles.spans import StreamSets, stream_sets
 
 
 @dataclass(frozen=True)
