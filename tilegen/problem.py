@@ -167,8 +167,7 @@ class AttentionProblem:
         """
         if self.page:
             return self if is_surely_solved(self.mask) else self._without_lists()
-        score = self.score.text if self.score else ""
-        step = step_of(self.mask, score, self.batch, invariant=self.invariant)
+        step = step_of(self.mask, self.score, self.batch, invariant=self.invariant)
         if step == 1:
             return self
         groups = self.batch * step

@@ -9,11 +9,11 @@ to their tensors.
 
 from __future__ import annotations
 
-import re
 from functools import lru_cache
 from typing import Any
 
 from tilegen.masks.mask import Mask, full, intersect, sliding_window
+from tilegen.masks.score import ScoreForm
 from tilegen.masks.usual import DILATED, kv_prefix
 from tilegen.masks.values import Values, power_of_two_near
 
@@ -21,11 +21,11 @@ MAX_GROUPS = 2**20
 """Most groups of all batch entries together: groups are batch entries of the kernel."""
 
 
-def step_of(mask: Mask, score: str, batch: int, *, invariant: bool = False) -> int:
+def step_of(mask: Mask, score: ScoreForm | None, batch: int, *, invariant: bool = False) -> int:
     """Return the step by which a call can be regrouped; 1 where it cannot.
 
-    The rest of the mask must be causal and windows from the top left, and the score's text must not
-    read positions, lengths or the batch. Batch-invariant calls keep the order in which keys are
+    The rest of the mask must be causal and windows from the top left, and the score must not read
+    positions, lengths or the batch. Batch-invariant calls keep the order in which keys are
     summed, which groups change.
     """
     if invariant:
@@ -34,10 +34,16 @@ def step_of(mask: Mask, score: str, batch: int, *, invariant: bool = False) -> i
     steps = [part.args[0] for part in parts if part.form is DILATED]
     if len(steps) != 1 or batch * steps[0] > MAX_GROUPS:
         return 1
-    if re.search(r"\b(b|q|k|seqlen_q|seqlen_kv)\b", score):
+    if score is not None and _reads_positions(score):
         return 1
     within = (_within_group(part, steps[0]) for part in parts)
     return 1 if any(part is None for part in within) else steps[0]
+
+
+def _reads_positions(score: ScoreForm) -> bool:
+    from tilegen.masks.language.expr import PAIR, H
+
+    return not score.expression().free.isdisjoint({*PAIR} - {H})
 
 
 def grouped_mask(mask: Mask, step: int, seqlen_kv: int, groups: int, device: Any = None) -> Mask:

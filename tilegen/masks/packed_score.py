@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from functools import lru_cache
 
@@ -33,7 +32,7 @@ def within_documents(
     names = ("b", "q", "k", "seqlen_q", "seqlen_kv")
     tables: dict[str, torch.Tensor] = dict(zip(names, (document, *others), strict=True))
     captured = (*score.captured, *(tables[name] for name in wanted))
-    sizes = tuple((slot, re.sub("[bqk]", ".", axes)) for slot, axes in score.sizes)
+    sizes = tuple((slot, axes.translate(_ANY_SIZE)) for slot, axes in score.sizes)
     return replace(score, text=text, captured=captured, sizes=sizes)
 
 
@@ -44,6 +43,9 @@ def _check_sizes(score: Score, cu_q: torch.Tensor, cu_kv: torch.Tensor) -> None:
     if is_checked(cu_q) and is_checked(cu_kv):
         needed |= {"q": packed.longest_of(cu_q), "k": packed.longest_of(cu_kv)}
     check_axes(score, needed, DOCUMENT_AXES)
+
+
+_ANY_SIZE = str.maketrans("bqk", "...")
 
 
 @lru_cache(maxsize=256)

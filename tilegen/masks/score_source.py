@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from tilegen.errors import Unsupported
 from tilegen.kernels.arguments import Line
 from tilegen.masks.language.captured import free_parts
 from tilegen.masks.language.derivatives import derivatives
-from tilegen.masks.language.expr import Expr, S, slot_of
+from tilegen.masks.language.expr import Expr, K, Q, S, slot_of
 from tilegen.masks.language.loads import Loads, reading
 from tilegen.masks.language.texts import to_text
 from tilegen.masks.language.triton_source import NAMES, Writer
@@ -43,12 +42,9 @@ class ScoreSource:
     names that `gradients` use."""
     has_slope: bool = False
     gradients: tuple[CapturedGradient, ...] = ()
+    uses_indices: bool = False
+    """Whether the statements read the positions of a pair."""
     extras: tuple[Line, ...] = ()
-
-    @property
-    def uses_indices(self) -> bool:
-        """Whether the statements read the positions of a pair."""
-        return any(re.search(r"\b[qk]_idx\b", line) for line in (*self.forward, *self.backward))
 
 
 def score_source(
@@ -100,6 +96,7 @@ def score_source(
         ),
         has_slope=has_slope,
         gradients=tuple(gradients),
+        uses_indices=not value.free.isdisjoint({Q, K}),
         extras=reading(
             [value],
             "c",

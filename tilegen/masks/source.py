@@ -7,7 +7,6 @@ tile numbers read from memory.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,6 +15,7 @@ from tilegen.kernels.arguments import LISTS, Line
 from tilegen.masks.language.algebra import conjuncts, less, minimum
 from tilegen.masks.language.expr import FIRST, LAST, SEQLEN_KV, TRUE, B, Expr, H, K, Q
 from tilegen.masks.language.integers import linear
+from tilegen.masks.language.limits import limits
 from tilegen.masks.language.loads import Loads, reading
 from tilegen.masks.language.triton_source import NAMES, Writer
 from tilegen.masks.mask import Mask, Side
@@ -78,7 +78,7 @@ _BOUNDS = {"live_lo": "live_lo", "live_hi": "live_hi", "full_lo": "kept_lo", "fu
 
 
 def _name_of(name: str, source: str) -> str:
-    return source if re.fullmatch(r"\w+", source) else name
+    return source if source.isidentifier() or source.isdigit() else name
 
 
 @dataclass(frozen=True)
@@ -90,12 +90,8 @@ class Keep:
     atoms: tuple[str, ...]
     per_head: bool
     """Whether the pairs depend on the batch or the head."""
-
-    @property
-    def indices(self) -> tuple[str, ...]:
-        """Names of a pair's indices that occur."""
-        text = " ".join((*self.reads, *self.atoms))
-        return tuple(name for name in ("q_idx", "k_idx") if name in text)
+    indices: tuple[str, ...]
+    """Names of a pair's indices that occur."""
 
 
 def keep_source(mask: Mask, side: Side, *, softmax: bool = False) -> Keep:
@@ -117,8 +113,13 @@ def columns_source(mask: Mask) -> Keep:
 def _written(mask: Mask, conditions: Sequence[Expr]) -> Keep:
     writer = Writer(NAMES, _loads(mask), stem="m")
     atoms = writer.sources({str(i): one for i, one in enumerate(sorted(conditions, key=str))})
-    per_head = any(one.free & {B, H} for one in conditions)
-    return Keep(tuple(writer.statements), tuple(sorted(atoms.values())), per_head)
+    free = frozenset[Expr]().union(*(one.free for one in conditions))
+    return Keep(
+        reads=tuple(writer.statements),
+        atoms=tuple(sorted(atoms.values())),
+        per_head=bool(free & {B, H}),
+        indices=tuple(NAMES[index] for index in (Q, K) if index in free),
+    )
 
 
 def _ended(conditions: Sequence[Expr], *, apart: bool) -> list[Expr]:
@@ -231,13 +232,14 @@ def _several(sets: StreamSets, writer: Writer, side: Side, in_part: bool) -> Ran
         sources: list[Any] = []
         for what, edge in zip(("first", "end", "any"), edges(interval, end), strict=True):
             if edge is not None:
-                edge = do.once(f"{name}_{what}", writer.inline(edge))
+                is_natural = what != "any" and limits(edge)[0] >= 0
+                edge = do.once(f"{name}_{what}", _Source(writer.inline(edge), is_natural))
             sources.append(edge)
         return Edges(*sources)
 
     live = [numbers(f"live{i}", one, sets.length) for i, one in enumerate(sets.live)]
     dropped = [numbers(f"dropped{i}", one) for i, one in enumerate(sets.dropped)]
-    partial, full = merge(do, live, dropped, str(sets.length))
+    partial, full = merge(do, live, dropped, _Source(str(sets.length), is_natural=True))
     is_wide = any(map(writer.is_wide, sets.bounds))
     return Ranges(
         form="several",
@@ -275,7 +277,7 @@ def _loop(
         else:
             steps.append(f"{tile} = {start}")
         last = f"num_{name}" if i == len(ranges) - 1 else f"{name}_until{i}"
-        if i == 0 and len(ranges) > 1 and re.fullmatch(r"\w+", size):
+        if i == 0 and len(ranges) > 1 and size.isidentifier():
             reached = size
             continue
         setup.append(f"{last} = {reached} + {size}" if reached else f"{last} = {size}")
@@ -332,8 +334,19 @@ def _lists(mask: Mask, side: Side, in_part: bool) -> Ranges:
     )
 
 
-_NOT_NEGATIVE = re.compile(r"(seqlen|live)|(k_first|q_first|\d+)\b(?! [+-])")
-"""A length, a first row, a number or what comes from a bound that is not below 0."""
+class _Source(str):
+    """Source of a number, which may surely not be negative."""
+
+    is_natural: bool
+
+    def __new__(cls, source: str, is_natural: bool) -> _Source:
+        made = super().__new__(cls, source)
+        made.is_natural = is_natural
+        return made
+
+
+def _is_natural(value: Any) -> bool:
+    return value == 0 or (isinstance(value, _Source) and value.is_natural)
 
 
 class _AsSource(Arithmetic):
@@ -348,31 +361,37 @@ class _AsSource(Arithmetic):
             return left
         if left == 0:
             left, right = right, left
-        if right == 0 and (_NOT_NEGATIVE.match(left) or left.endswith(("_lo", "_right"))):
+        if right == 0 and _is_natural(left):
             return left
-        return f"tl.maximum({left}, {right})"
+        return _Source(f"tl.maximum({left}, {right})", _is_natural(left) or _is_natural(right))
 
     def minimum(self, left: Any, right: Any) -> Any:
-        return left if left == right else f"tl.minimum({left}, {right})"
+        if left == right:
+            return left
+        return _Source(f"tl.minimum({left}, {right})", _is_natural(left) and _is_natural(right))
 
     def where(self, condition: Any, left: Any, right: Any) -> Any:
-        return f"tl.where({condition}, {left}, {right})"
+        is_natural = _is_natural(left) and _is_natural(right)
+        return _Source(f"tl.where({condition}, {left}, {right})", is_natural)
 
     def tile_of(self, index: Any) -> Any:
-        return f"{index} // {self.block}"
+        return _Source(f"{index} // {self.block}", _is_natural(index))
 
     def tiles_up_to(self, index: Any) -> Any:
-        return f"tl.cdiv({index}, {self.block})"
+        return _Source(f"tl.cdiv({index}, {self.block})", _is_natural(index))
 
     def named(self, name: str, value: Any) -> Any:
         if value != name:
             self.statements.append(f"{name} = {value}")
-        return name
+        return _Source(name, _is_natural(value))
 
     def once(self, name: str, value: Any) -> Any:
-        return value if value == 0 or re.fullmatch(r"\w+", value) else self.named(name, value)
+        is_short = value == 0 or value.isidentifier() or value.isdigit()
+        return value if is_short else self.named(name, value)
 
     def in_order(self, first: Range, second: Range) -> tuple[Range, Range]:
         names = ", ".join((*first, *second))
         self.statements.append(f"{names} = _in_order({names})")
-        return first, second
+        natural = all(map(_is_natural, (*first, *second)))
+        low, high = ([_Source(str(end), natural) for end in one] for one in (first, second))
+        return (low[0], low[1]), (high[0], high[1])

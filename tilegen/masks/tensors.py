@@ -3,7 +3,6 @@ kernels."""
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -11,11 +10,11 @@ from typing import Any
 import torch
 
 from tilegen.errors import InvalidProblem
+from tilegen.masks.language.expr import B, H, slot_of
 from tilegen.masks.mask import Mask
-from tilegen.masks.score import Score
+from tilegen.masks.score import Score, ScoreForm
 from tilegen.masks.shapes import Shape
 from tilegen.masks.values import Made, has_values
-from tilegen.parsing import parse_module
 
 
 def tensors_of(mask: Mask, shape: Shape, device: torch.device) -> tuple[torch.Tensor, ...]:
@@ -80,7 +79,7 @@ def check_sizes(score: Score, shape: Shape) -> None:
         raise InvalidProblem("tensors that a score reads must not be empty")
     needed = shape.by_axis
     check_axes(score, needed, _AXIS_NAMES)
-    for slot, axis, name in _whole_axes(score.text):
+    for slot, axis, name in _whole_axes(score.form):
         size = score.captured[slot].shape[axis]
         if size < needed[name]:
             raise _wrong_size(_READ, needed[name], _AXIS_NAMES[name], size)
@@ -108,18 +107,14 @@ def _wrong_size(what: str, needed: int, along: str, size: int) -> InvalidProblem
 
 
 @lru_cache(maxsize=256)
-def _whole_axes(text: str) -> tuple[tuple[int, int, str], ...]:
+def _whole_axes(form: ScoreForm) -> tuple[tuple[int, int, str], ...]:
     """Return (slot, axis, name) of each axis that a score indexes by h or b alone."""
-    axes: list[tuple[int, int, str]] = []
-    for node in ast.walk(parse_module(text)):
-        match node:
-            case ast.Subscript(value=ast.Name(id=table), slice=index):
-                parts = index.elts if isinstance(index, ast.Tuple) else [index]
-                names = ((axis, ast.unparse(part)) for axis, part in enumerate(parts))
-                axes += [(int(table[1:]), axis, name) for axis, name in names if name in "bh"]
-            case _:
-                pass
-    return tuple(axes)
+    return tuple(
+        (slot_of(load), axis, str(index))
+        for load in form.expression().loads()
+        for axis, index in enumerate(load.args)
+        if index in (B, H)
+    )
 
 
 def score_tensors(

@@ -150,9 +150,9 @@ def _rewritten(
     if not (q.numel() and k.numel()):
         problem_of(q, k, v, changes)  # raises if the tensors do not fit together
         return without_pairs, default
-    text = changes.score.text if changes.score else ""
+    form = changes.score.form if changes.score else None
     invariant = current().batch_invariant
-    step = step_of(changes.kind.mask, text, q.shape[0], invariant=invariant) if q.ndim else 1
+    step = step_of(changes.kind.mask, form, q.shape[0], invariant=invariant) if q.ndim else 1
     if step > 1:
         problem_of(q, k, v, changes)  # raises if the tensors do not fit together
         return partial(_regrouped, step), default

@@ -7,7 +7,6 @@ inside, or was checked before the launch, is loaded without a guard.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,9 +17,9 @@ from tilegen.masks.language.expr import Expr, slot_of
 from tilegen.masks.language.integer_bounds import Bounds
 
 _AS_THEY_ARE = ("int32", "int64", "float32", "float64")
-_NAMED = re.compile(r"[qk]_(?:idx|first|last)|batch|head")
 _WIDE = ("batch", "head")
 """Names of indices that have 64 bits."""
+_NAMED = {*_WIDE, *(f"{axis}_{of}" for axis in "qk" for of in ("idx", "first", "last"))}
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,7 @@ class Loads:
         if key in self._names:
             return self._names[key], []
         name = f"{tensor}_{len(self._names)}"
-        if 0 < len(indices) <= 2 and all(map(_NAMED.fullmatch, indices)):
+        if 0 < len(indices) <= 2 and _NAMED.issuperset(indices):
             name = "_".join(key)
         self._names[key] = name
         self.found[name] = load = self._made(name, tensor, lookup, indices, natural)
@@ -116,6 +115,7 @@ class Loads:
     ) -> Load:
         slot = slot_of(lookup)
         flat, conditions, wrapped = "", list[str](), list[str]()
+        is_sum = False
         for axis, (index, is_natural) in enumerate(zip(indices, natural, strict=True)):
             size = f"{tensor}_n{axis}"
             if index == "0" and not flat:
@@ -127,8 +127,8 @@ class Loads:
             if index != "0" and (slot, index) not in self._inside:
                 conditions.append(f"({index} < {size})")
             if flat:
-                inner = flat if re.fullmatch(r"\w+|\w+\.to\(tl\.int64\)", flat) else f"({flat})"
-                flat = f"{inner} * {size} + {index}"
+                flat = f"({flat}) * {size} + {index}" if is_sum else f"{flat} * {size} + {index}"
+                is_sum = True
             elif axis < len(indices) - 1 and not index.isdigit() and index not in _WIDE:
                 flat = f"{index}.to(tl.int64)"
             else:
