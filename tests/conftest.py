@@ -23,7 +23,9 @@ import functools
 import gc
 import os
 import re
+import subprocess
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -37,6 +39,8 @@ from tilegen.environment import reread
 TESTS = Path(__file__).parent
 MOST_WORKERS = 8
 """Each holds PyTorch and SymPy, half a gigabyte; the slowest tests would not end any sooner."""
+SHARE = 10
+"""One in so many of the tests marked `sampled` runs."""
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
 # --------------------------------------------------------------------------------------------------
@@ -63,6 +67,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--update-golden",
         action="store_true",
         help="accept what the tests produce: write it to tests/golden/ instead of comparing",
+    )
+    parser.addoption(
+        "--all",
+        action="store_true",
+        help="run all tests that are marked `sampled`, not a tenth of them",
     )
 
 
@@ -116,13 +125,45 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None if is_interpreted == INTERPRETING else True
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _sample(config, items)
     on_gpu = [item for item in items if item.path.is_relative_to(TESTS / "gpu")]
     reason = _why_no_gpu() if on_gpu else None
     for item in on_gpu:
         item.add_marker(pytest.mark.gpu)
         if reason:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _sample(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep a tenth of the tests marked `sampled`, another for each commit, unless tests are named.
+
+    They break the code, or vary one thing over a long list: most faults turn many of them red.
+    """
+    named = any("::" in arg for arg in config.args) or config.option.keyword
+    if config.getoption("--all") or named:
+        return
+    seed = _seed()
+    dropped = [
+        item
+        for item in items
+        if item.get_closest_marker("sampled")
+        and zlib.crc32(f"{seed}:{item.nodeid}".encode()) % SHARE
+    ]
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = [item for item in items if item not in set(dropped)]
+
+
+@functools.cache
+def _seed() -> str:
+    """Return the seed of samples: `TESTS_SEED`, or else the commit of the checkout."""
+    git = ("git", "-C", str(TESTS), "rev-parse", "--short=12", "HEAD")
+    try:
+        commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:
+        commit = ""
+    return os.environ.get("TESTS_SEED") or commit or "0"
 
 
 def pytest_collection_finish() -> None:
@@ -139,7 +180,8 @@ def pytest_collection_finish() -> None:
 def pytest_report_header() -> str:
     mode = "interpreting" if INTERPRETING else "compiling"
     return (
-        f"torch {version('torch')}, triton {version('triton')} ({mode}), numpy {version('numpy')}"
+        f"torch {version('torch')}, triton {version('triton')} ({mode}), "
+        f"numpy {version('numpy')}; a tenth of the sampled tests by TESTS_SEED={_seed()}, or --all"
     )
 
 

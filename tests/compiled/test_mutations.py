@@ -102,6 +102,7 @@ def test_unbroken_kernels_pass(case: int, kernel: Kernel) -> None:
     require(check(_kernels(problem, kernel), _inputs(problem, sigma), mask=problem.mask))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mutation", CHANGED, ids=lambda mutation: mutation.name)
 def test_mutation_of_masks_scores_and_dropout_is_noticed(mutation: Mutation) -> None:
     plain = AttentionProblem.parse("b1 hq2 hkv1 q75 kv75 d16 fp32 full")
@@ -132,6 +133,7 @@ def test_mutation_of_masks_scores_and_dropout_is_noticed(mutation: Mutation) -> 
     pytest.fail("no check noticed")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_mutation_is_noticed(mutation: Mutation) -> None:
     applied = False

@@ -105,6 +105,7 @@ def test_every_schedule_finds_possible_deadlocks() -> None:
         EverySchedule().each(lambda order: results(case, source, schedule=lambda program: order))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("broken", BREAKS, ids=str)
 def test_breaks_are_noticed_in_every_schedule(broken: Break) -> None:
     source = broken.of(RAGGED.kernel.source(TRITON))
@@ -113,6 +114,7 @@ def test_breaks_are_noticed_in_every_schedule(broken: Break) -> None:
         assert re.search(broken.says, verdicts), verdicts
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("change", HARMLESS, ids=str)
 def test_harmless_changes_are_not(change: Break) -> None:
     source = change.of(RAGGED.kernel.source(TRITON))

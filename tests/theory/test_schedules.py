@@ -136,6 +136,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name, shape, mask", CASES)
 def test_words_equal_those_of_the_execution(name: str, shape: str, mask: str) -> None:
     """Reads and writes of every tensor and size class, as integers."""
@@ -145,6 +146,7 @@ def test_words_equal_those_of_the_execution(name: str, shape: str, mask: str) ->
     assert counted(SCHEDULES[name], numbers) == +memory.moved
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("shape", ["aligned", "wide_v"])
 def test_footprint_is_the_most_that_is_held(name: str, shape: str) -> None:
@@ -172,6 +174,7 @@ def test_cut_off_tiles_hold_no_more(name: str) -> None:
         assert max(memory.on_chip.values()) <= limit
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("shape", ["aligned", "ragged", "group"])
 def test_flops_and_exponentials_equal_those_of_the_execution(name: str, shape: str) -> None:

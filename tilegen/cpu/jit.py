@@ -43,6 +43,8 @@ done:
 """.splitlines()
 """Clears copies, whose sizes are multiples of 4 bytes. A shared object has no memset to call."""
 _PASSES = ("sroa", "instruction_combine", "simplify_cfg", "new_gvn", "dead_code_elimination")
+_FEWEST = ("sroa",)
+"""The passes of level 0, which compiles in the least time."""
 
 
 def object_of(lowered: Lowered, target: Target, symbol: str = "") -> bytes:
@@ -78,7 +80,7 @@ def _compiled(lowered: Lowered, target: Target, symbol: str = "", *, assembly: b
     # The IR is already vectorised and unrolled: these passes give the same speed as LLVM's O2,
     # which takes four times as long.
     manager = llvm.create_new_module_pass_manager()
-    for name in _PASSES:
+    for name in _PASSES if target.level else _FEWEST:
         getattr(manager, f"add_{name}_pass")()
     tuning = llvm.create_pipeline_tuning_options(speed_level=2)
     manager.run(module, llvm.create_pass_builder(machine, tuning))
