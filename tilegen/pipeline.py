@@ -253,7 +253,7 @@ def _by_tile(configs: Sequence[TileConfig]) -> list[TileConfig]:
     seen: Counter[tuple[int, ...]] = Counter()
     order: list[tuple[int, TileConfig]] = []
     for config in configs:
-        tile = config.block_m, config.block_n, config.block_d, config.split_kv, config.num_warps
+        tile = *config.tile, config.num_warps
         order.append((seen[tile], config))
         seen[tile] += 1
     return [config for _, config in sorted(order, key=lambda pair: pair[0])]

@@ -240,9 +240,7 @@ class Tiled:
 
     def by_tile(self, name: str, compute: Callable[[], T]) -> T:
         """Return a cached value that depends on the tile only, not on warps and stages."""
-        config = self.config
-        tile = config.block_m, config.block_n, config.block_d, config.heads, config.split_kv
-        return self.task.tiles.once((name, tile), compute)
+        return self.task.tiles.once((name, self.config.tile), compute)
 
     def by_config(self, name: str, compute: Callable[[], T]) -> T:
         """Return a cached value that depends on the config but not on lengths."""

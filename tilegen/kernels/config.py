@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
+from operator import attrgetter
 from typing import Any, Literal
 
 from tilegen.errors import Unsupported
@@ -26,57 +27,87 @@ HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
 SPLITS = tuple(1 << i for i in range(4, 25))
 
 
-_ALWAYS = ("block_m", "block_n", "num_warps", "num_stages")
+@dataclass(frozen=True)
+class Option:
+    """A knob of kernels: what it may be, how it is written, and which kernels have it.
+
+    To add one, add a field to TileConfig with its option here, its letter to LETTERS, and read it
+    in the template. Parsing, printing, checks, files of records and headers follow. Give the
+    kernels that have it their values in `KernelSpec.knobs`, and search them in
+    choose/search_space.py.
+    """
+
+    letter: str
+    """The letter before its value in the notation; a flag is its letter alone."""
+    allowed: tuple[int, ...]
+    """Values, for any kernel; (False, True) for a flag."""
+    is_tile: bool = False
+    """Whether it is a part of the tile: other knobs leave the traffic as it is."""
+    needs: tuple[tuple[str, str], ...] = ()
+    """Properties of a KernelSpec without which the knob stays at its default, each with the words
+    of the error."""
+
+    @property
+    def is_flag(self) -> bool:
+        """Whether the knob is true or false."""
+        return self.allowed == (False, True)
+
+
+def _option(letter: str, *allowed: int, default: Any = MISSING, **facts: Any) -> Any:
+    return field(default=default, metadata={"option": Option(letter, allowed, **facts)})
+
+
+LETTERS = "mhndkwst"
+"""The letters of the knobs in the order of the notation."""
+_FORCED = ("block_m", "block_n", "num_warps", "num_stages")
+"""Knobs that are always written."""
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class TileConfig:
     """The tiles and launch options of a kernel. Prints as the call that recreates it."""
 
-    block_m: int
+    block_m: int = _option("m", *FEW_ROWS, *BLOCK_SIZES, is_tile=True)
     """Query rows per tile."""
-    block_n: int
+    block_n: int = _option("n", *FEW_ROWS, *BLOCK_SIZES, is_tile=True)
     """Key-value rows per tile. In kernels that join splits: splits per step. In the preprocess
     kernel, which reads no keys: 16."""
-    num_warps: int = 4
-    """Warps per program, Triton's option."""
-    num_stages: int = 2
-    """Software pipeline depth, Triton's option."""
-    block_d: int = 0
+    block_d: int = _option(
+        "d", 0, *BLOCK_SIZES, default=0, is_tile=True, needs=(("sliced", "holds head dims whole"),)
+    )
     """Columns of a head-dim slice; 0 for kernels that hold head dims whole."""
-    descriptors: bool = False
+    num_warps: int = _option("w", 1, 2, 4, 8, 16, default=4)
+    """Warps per program, Triton's option."""
+    num_stages: int = _option("s", 1, 2, 3, 4, 5, 6, default=2)
+    """Software pipeline depth, Triton's option."""
+    descriptors: bool = _option(
+        "t", False, True, default=False, needs=(("described", "has no tensor descriptors"),)
+    )
     """True if streamed tiles are loaded through tensor descriptors (see descriptors.py)."""
-    heads: int = 1
+    heads: int = _option(
+        "h",
+        *HEADS,
+        default=1,
+        is_tile=True,
+        needs=(("parts", "does not split"), ("packs", "holds one head")),
+    )
     """Query heads of a group that share a tile, rounded up to a power of two."""
-    split_kv: int = 0
+    split_kv: int = _option(
+        "k", 0, *SPLITS, default=0, is_tile=True, needs=(("parts", "does not split"),)
+    )
     """Rows per split: of keys, or of queries if keys are stationary. Each split has its own
     programs. 0: not split."""
 
     def __post_init__(self) -> None:
-        for name, allowed in (
-            ("block_m", (*FEW_ROWS, *BLOCK_SIZES)),
-            ("block_n", (*FEW_ROWS, *BLOCK_SIZES)),
-            ("block_d", (0, *BLOCK_SIZES)),
-            ("heads", HEADS),
-            ("split_kv", (0, *SPLITS)),
-            ("num_warps", (1, 2, 4, 8, 16)),
-            ("num_stages", (1, 2, 3, 4, 5, 6)),
-        ):
+        for name, option in OPTIONS.items():
             value = getattr(self, name)
-            if type(value) is not int or value not in allowed:
-                raise Unsupported(f"{name} must be one of {allowed}, got {value!r}")
-        if type(self.descriptors) is not bool:
-            raise Unsupported(f"descriptors must be True or False, got {self.descriptors!r}")
+            if type(value) is not type(option.allowed[-1]) or value not in option.allowed:
+                shown = "True or False" if option.is_flag else f"one of {option.allowed}"
+                raise Unsupported(f"{name} must be {shown}, got {value!r}")
 
     def __repr__(self) -> str:
-        slice_ = f", block_d={self.block_d}" if self.block_d else ""
-        described = ", descriptors=True" if self.descriptors else ""
-        packed = f", heads={self.heads}" if self.heads > 1 else ""
-        split = f", split_kv={self.split_kv}" if self.split_kv else ""
-        return (
-            f"TileConfig(block_m={self.block_m}, block_n={self.block_n}{slice_}, "
-            f"num_warps={self.num_warps}, num_stages={self.num_stages}{described}{packed}{split})"
-        )
+        shown = (f"{name}={value}" for name, value in self.values.items())
+        return f"TileConfig({', '.join(shown)})"
 
     @property
     def rows(self) -> int:
@@ -87,47 +118,51 @@ class TileConfig:
     def values(self) -> dict[str, Any]:
         """The knobs by name, as files hold them. Knobs that few kernels have are left out at their
         defaults."""
-        usual = {field.name: field.default for field in fields(self)}
-        return {
-            name: value
-            for name, value in asdict(self).items()
-            if value != usual[name] or name in _ALWAYS
-        }
+        values = ((name, getattr(self, name)) for name in OPTIONS)
+        return {name: value for name, value in values if value != _DEFAULTS.get(name)}
+
+    @property
+    def tile(self) -> tuple[int, ...]:
+        """The knobs on which traffic and launches depend."""
+        return _tile(self)
 
     @property
     def key(self) -> str:
         """Short text: `m128n64w8s3`, `m128n64d32w8s3`, `m128n64w8s3t` with tensor descriptors, or
         `m2h8n64k1024w4s3` with 8 heads per tile and 1024 rows per split.
         `TileConfig.parse(config.key) == config`."""
-        packed = f"h{self.heads}" if self.heads > 1 else ""
-        slice_ = f"d{self.block_d}" if self.block_d else ""
-        split = f"k{self.split_kv}" if self.split_kv else ""
-        described = "t" if self.descriptors else ""
-        sides = f"m{self.block_m}{packed}n{self.block_n}{slice_}{split}"
-        return f"{sides}w{self.num_warps}s{self.num_stages}{described}"
+        values = {OPTIONS[name].letter: value for name, value in self.values.items()}
+        written = ((letter, values[letter]) for letter in LETTERS if letter in values)
+        return "".join(letter if value is True else f"{letter}{value}" for letter, value in written)
 
     @classmethod
     def parse(cls, text: str) -> TileConfig:
         """Parse a text such as `m128n64w8s3`. Raises Unsupported."""
-        match = re.fullmatch(
-            r"m(\d{1,4})(?:h(\d{1,4}))?n(\d{1,4})(?:d(\d{1,4}))?(?:k(\d{1,5}))?"
-            r"w(\d{1,2})s(\d{1,2})(t?)",
-            text.strip(),
-        )
+        match = _NOTATION.fullmatch(text.strip())
         if not match:
             raise Unsupported(f"expected a config such as m128n64w8s3, got {text!r}")
-        *numbers, described = match.groups(default="0")
-        block_m, heads, block_n, block_d, split_kv, num_warps, num_stages = map(int, numbers)
-        return cls(
-            block_m=block_m,
-            block_n=block_n,
-            num_warps=num_warps,
-            num_stages=num_stages,
-            block_d=block_d,
-            descriptors=described == "t",
-            heads=heads if match[2] else 1,
-            split_kv=split_kv,
-        )
+        given = ((name, match[name]) for name in OPTIONS if match[name])
+        return cls(**{name: OPTIONS[name].is_flag or int(value) for name, value in given})
+
+
+OPTIONS: dict[str, Option] = {one.name: one.metadata["option"] for one in fields(TileConfig)}
+_DEFAULTS = {one.name: one.default for one in fields(TileConfig) if one.name not in _FORCED}
+_tile = attrgetter(*(name for name, option in OPTIONS.items() if option.is_tile))
+
+
+def _pattern() -> re.Pattern[str]:
+    by_letter = {option.letter: (name, option) for name, option in OPTIONS.items()}
+    text = ""
+    for letter in LETTERS:
+        name, option = by_letter[letter]
+        digits = max(len(str(value)) for value in option.allowed)
+        value = letter if option.is_flag else rf"\d{{1,{digits}}}"
+        inner = f"(?P<{name}>{value})" if option.is_flag else f"{letter}(?P<{name}>{value})"
+        text += inner if name in _FORCED else f"(?:{inner})?"
+    return re.compile(text)
+
+
+_NOTATION = _pattern()
 
 
 def head_dim_chunks(head_dim: int) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from tilegen.errors import Unsupported
 from tilegen.kernels import q_stationary, two_pass
-from tilegen.kernels.config import BLOCK_SIZES, Family, Kernel, TileConfig
+from tilegen.kernels.config import BLOCK_SIZES, OPTIONS, Family, Kernel, TileConfig
 from tilegen.kernels.results import OF_SPLITS
 from tilegen.kernels.spec import Direction, FamilySpec, KernelSpec, Moved
 
@@ -109,14 +109,11 @@ def tile_heads(config: TileConfig, group_size: int) -> int:
 def check_config(config: TileConfig, kernel: Kernel) -> None:
     """Check that a kernel can have a config. Raises Unsupported."""
     spec = KERNELS[kernel]
-    if config.descriptors and not spec.described:
-        raise Unsupported(f"{kernel} has no tensor descriptors; remove t from {config.key}")
-    if not spec.sliced and config.block_d:
-        raise Unsupported(f"{kernel} holds head dims whole; remove d from {config.key}")
-    if not spec.parts and (config.heads > 1 or config.split_kv):
-        raise Unsupported(f"{kernel} does not split; remove h and k from {config.key}")
-    if config.heads > 1 and not spec.packs:
-        raise Unsupported(f"a tile of {kernel} holds one head; remove h from {config.key}")
+    for name in config.values:
+        option = OPTIONS[name]
+        for fact, why in option.needs:
+            if not getattr(spec, fact):
+                raise Unsupported(f"{kernel} {why}; remove {option.letter} from {config.key}")
     at = 0 if spec.split_name == "split_q" else 1
     size, rows = ((config.block_m, "queries"), (config.block_n, "keys"))[at]
     if spec.parts and (not config.split_kv or config.split_kv % size):

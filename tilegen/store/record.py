@@ -15,7 +15,7 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 from tilegen.errors import InvalidRecord, TilegenError
-from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.config import OPTIONS, Kernel, TileConfig
 from tilegen.kernels.registry import KERNELS, check_config
 from tilegen.masks.notation import older_notations
 from tilegen.problem import AttentionProblem
@@ -214,7 +214,7 @@ def config_from(fields: Fields, kernel: Kernel) -> TileConfig:
     if unknown := sorted(fields.values.keys() - known.keys()):
         raise OtherSchema(f"config must have {', '.join(known)}; got also {unknown[0][:40]!r}")
     values: dict[str, Any] = {
-        name: fields.flag(name) if name == "descriptors" else fields.integer(name, 0, 2**16)
+        name: fields.flag(name) if OPTIONS[name].is_flag else fields.integer(name, 0, 2**16)
         for name, field in known.items()
         if name in fields.values or field.default is dataclasses.MISSING
     }
