@@ -142,7 +142,10 @@ class TileConfig:
         if not match:
             raise Unsupported(f"expected a config such as m128n64w8s3, got {text!r}")
         given = ((name, match[name]) for name in OPTIONS if match[name])
-        return cls(**{name: OPTIONS[name].is_flag or int(value) for name, value in given})
+        values: dict[str, Any] = {
+            name: OPTIONS[name].is_flag or int(value) for name, value in given
+        }
+        return cls(**values)
 
 
 OPTIONS: dict[str, Option] = {one.name: one.metadata["option"] for one in fields(TileConfig)}
