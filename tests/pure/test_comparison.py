@@ -146,6 +146,28 @@ def test_numbers_that_rise_and_fall_are_left_to_lists() -> None:
     assert predicate(lambda b, h, q, k: ids[q] != ids[k] + 1).form not in (ORDERED, MATCHED)
 
 
+BACK = torch.arange(9600) // 100 % 48
+"""Documents that come back, all of them behind the first 4,096 tokens."""
+VALUES = torch.cat([torch.tensor([5, 1, 9, 3]), torch.zeros(5000, dtype=torch.int64)])
+TURNS = torch.arange(80) % 4
+BY_LENGTH: dict[str, Any] = {
+    "the whole table": lambda b, h, q, k: BACK[q] + 0 == BACK[k],
+    "a number for sixteen tokens": lambda b, h, q, k: BACK[::16][q // 16] <= BACK[::16][k // 16],
+    "no padding": lambda b, h, q, k: VALUES[TURNS[k]] <= VALUES[TURNS[q]],
+}
+
+
+@pytest.mark.parametrize("judged", BY_LENGTH)
+def test_bounds_are_judged_by_all_tokens_that_tables_have(judged: str) -> None:
+    length = len(TURNS) if judged == "no padding" else len(BACK)
+    at = torch.arange(length)
+    keep = BY_LENGTH[judged](0, 0, at[::16, None], at)
+    first, end = keep.byte().argmax(1), length - keep.flip(1).byte().argmax(1)
+    assert (end - first).double().mean() > 1.25 * keep.sum(1).double().mean()  # loose
+    mask = predicate(BY_LENGTH[judged])
+    assert {visit(mask.general, side).strategy for side in ("rows", "columns")} == {"lists"}
+
+
 def test_a_table_for_more_batches_than_a_call_has() -> None:
     is_token = torch.arange(20) < torch.tensor([5, 12, 20])[:, None]
     mask = predicate(lambda b, h, q, k: is_token[b, k])

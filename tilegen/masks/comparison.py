@@ -9,6 +9,7 @@ their index, and never a tile too few where they do not. All tables are made ane
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -20,6 +21,7 @@ from tilegen.masks.language.captured import merge
 from tilegen.masks.language.evaluation import points
 from tilegen.masks.language.expr import ONE, SEQLEN_KV, SEQLEN_Q, ZERO, B, Expr, H, K, Q, slot_of
 from tilegen.masks.language.integers import combined, linear
+from tilegen.masks.language.limits import LENGTH, bounded
 from tilegen.masks.mask import Mask
 from tilegen.masks.tracing.trace import Traced
 from tilegen.masks.usual import equal
@@ -27,8 +29,6 @@ from tilegen.masks.values import Lengths, Pair, Recipe, Values, power_of_two_nea
 
 Relation = Literal["<=", "<", ">=", ">", "=="]
 Tables = tuple[torch.Tensor, ...]
-LONGEST = 4096
-"""Longest sequence for which tables are made to see whether bounds are tight."""
 LOOSE = 1.25
 """Bounds that hold more than LOOSE times the kept pairs cost more than lists of tiles."""
 
@@ -92,8 +92,8 @@ def comparison_of(part: Any, traced: Traced) -> Mask | None:
     if not sources or sides is None or made or any(one.is_meta for one in sources):
         return None
     given = (sides, is_batched)
-    length = min(max((n for one in sources for n in one.shape), default=LONGEST), LONGEST)
-    tables = _tables(*(one.detach().cpu() for one in sources), (length, length), *given)
+    length = _length_of_tables(expr, sources)
+    tables = _tables(*(one.detach() for one in sources), (length, length), *given)
     column, row, first, end = (one.long() for one in tables[:4])
     kept = float(_counts(column, row, sides.relation).double().mean())
     if float((end - first).clamp(min=0).double().mean()) > LOOSE * kept + 1:
@@ -105,6 +105,18 @@ def comparison_of(part: Any, traced: Traced) -> Mask | None:
         recipe=Recipe(_tables, sources, given),
     )
     return compared(MATCHED if sides.relation == "==" else ORDERED, like)
+
+
+def _length_of_tables(expr: Expr, sources: Sequence[torch.Tensor]) -> int:
+    """Return the length of sequences whose positions reach the ends of all tables."""
+    longest = 1
+    for element in expr.loads():
+        for index, size in zip(element.args, sources[slot_of(element)].shape, strict=True):
+            highest = min(size - 1, bounded(index)[1])
+            if not index.free.isdisjoint((Q, K)) and not index.loads():
+                last = bisect_left(range(LENGTH), highest, key=lambda n: bounded(index, n)[1])
+                longest = max(longest, last + 1)
+    return longest
 
 
 def _separated(expr: Any) -> Sides | None:
