@@ -232,6 +232,23 @@ def test_a_layout_of_rectangular_blocks(block: tuple[int, int]) -> None:
     assert torch.equal(actual, expected[0, :, :200, :300])
 
 
+@pytest.mark.parametrize("odd", [-1, 3])
+def test_blocks_that_do_not_exist_are_refused(odd: int) -> None:
+    """Of those listed: indices beyond the count mean nothing."""
+    for is_listed in (False, True):
+        indices = torch.tensor([0, 1, odd], dtype=torch.int32).expand(1, 1, 3, 3).clone()
+        block_mask = BlockMask.from_kv_blocks(
+            torch.full((1, 1, 3), 2, dtype=torch.int32), indices.clamp(0, 2), BLOCK_SIZE=128
+        )
+        block_mask.kv_indices = indices
+        block_mask.kv_num_blocks = block_mask.kv_num_blocks + is_listed
+        if is_listed:
+            with pytest.raises(InvalidProblem, match=f"blocks from 0 to 2, got {odd}"):
+                tilegen.from_block_mask(block_mask)
+        else:
+            assert dense_mask(tilegen.from_block_mask(block_mask), 384, 384).sum(-1).unique() == 256
+
+
 def test_document_ids_longer_than_the_sequence() -> None:
     q, k, v = (random(1, 2, 48, 16, seed=seed) for seed in range(3))
     for ids in (torch.arange(64) // 7, torch.arange(64) // 7 % 3):

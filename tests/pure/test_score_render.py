@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
+import tilegen
 from tests import sliced, splits
 from tests.conftest import CheckGolden
 from tilegen.emit.render import RenderedKernel, render
@@ -25,6 +27,8 @@ from tilegen.masks import (
     tree,
 )
 from tilegen.masks.score import Score, alibi, bias, relative_bias, sinks, softcap
+from tilegen.masks.tracing.trace import MAX_LEVELS
+from tilegen.masks.tracing.tracer import MAX_ELEMENTS
 from tilegen.problem import AttentionProblem
 
 WHOLE = TileConfig(block_m=128, block_n=64, num_warps=8, num_stages=3)
@@ -163,3 +167,21 @@ def test_the_header_says_how_to_render_again() -> None:
         assert match
         again = AttentionProblem.parse(match[1])
         assert render(again, WHOLE, "fwd").source == kernel.source
+
+
+def test_the_longest_rows_and_chains_are_rendered() -> None:
+    """With their derivatives, below the recursion limit of Python."""
+    rows = torch.zeros(4096, MAX_ELEMENTS)
+
+    def of_rows(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s - (rows[q] - rows[k]).pow(2).sum(-1)
+
+    def of_chain(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        for i in range(MAX_LEVELS - 2):
+            s = s + torch.sin(0.5 * i + q)
+        return s
+
+    for function in (of_rows, of_chain):
+        problem = replace(PROBLEM, score=tilegen.score(function).form)
+        for kernel in ("fwd", "bwd_dq"):
+            assert "tl.dot" in render(problem, WHOLE, kernel).source

@@ -18,7 +18,8 @@ from tilegen.masks.language.evaluation import evaluate
 from tilegen.masks.language.scores import text_of
 from tilegen.masks.language.texts import from_text, to_text
 from tilegen.masks.tiles.tile_ranges import is_solved
-from tilegen.masks.tracing.trace import trace_mask, trace_score
+from tilegen.masks.tracing.trace import MAX_LEVELS, trace_mask, trace_score
+from tilegen.masks.tracing.tracer import MAX_ELEMENTS
 
 BATCH, HEADS, SEQLEN_Q, SEQLEN_KV = 2, 3, 11, 13
 GRID = [
@@ -36,6 +37,7 @@ LAYOUT = torch.arange(BATCH * 4 * 5).reshape(BATCH, 4, 5) % 3 == 0
 BIAS = torch.linspace(-1, 1, HEADS * 25, dtype=torch.float64).reshape(HEADS, 25)
 SLOPES = 2.0 ** -torch.arange(1, HEADS + 1, dtype=torch.float64)
 TEMPERATURE = torch.tensor(1.7, dtype=torch.float64)
+ROWS = torch.randn(13, MAX_ELEMENTS, generator=torch.Generator().manual_seed(1)).double()
 
 
 def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -233,6 +235,9 @@ SCORE_MODS: dict[str, Callable[..., Any]] = {
         torch.isinf(s - torch.where(q < k, math.inf, 0.0)), 0.0, s
     ),
     "constant": lambda s, b, h, q, k: 0.0 * s + 1,
+    "rows": lambda s, b, h, q, k: (
+        s - (ROWS[q] - ROWS[k]).pow(2).sum(-1).sqrt() + (1 + ROWS[k] / 100).prod(-1) * s
+    ),
 }
 
 
@@ -354,6 +359,17 @@ def test_operations_that_cannot_be_traced_are_named(name: str) -> None:
     error = InvalidProblem if name == "signature" else Unsupported
     with pytest.raises(error, match=message):
         trace_mask(function)
+
+
+@pytest.mark.parametrize("times", [MAX_LEVELS + 1, 5000])
+def test_functions_of_too_many_levels_are_refused(times: int) -> None:
+    def nested(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        for _ in range(times):
+            s = torch.tanh(s)
+        return s
+
+    with pytest.raises(Unsupported, match=rf"at most {MAX_LEVELS} operations each on .* {times};"):
+        trace_score(nested)
 
 
 def test_a_score_function_returns_a_number() -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tilegen.errors import InvalidProblem
 from tilegen.masks.constructors import block_sparse
 from tilegen.masks.mask import Mask
 from tilegen.masks.shapes import Shape
@@ -70,6 +71,13 @@ class Blocks:
                 return table
             counts, indices = listed
             is_listed = torch.arange(indices.shape[-1], device=like.device) < counts[..., None]
+            is_outside = is_listed & ((indices < 0) | (indices >= table.shape[-1]))
+            if bool(is_outside.any()):
+                raise InvalidProblem(
+                    f"expected listed blocks from 0 to {table.shape[-1] - 1}, got "
+                    f"{int(indices[is_outside][0])}; PagedAttention lists -1 for pages that it has "
+                    "not reserved"
+                )
             # Indices beyond the count may repeat a listed block: move them into an extra column.
             columns = torch.where(is_listed, indices.long(), table.shape[-1])
             return torch.nn.functional.pad(table, (0, 1)).scatter(-1, columns, True)[..., :-1]

@@ -121,6 +121,18 @@ class Expr:
                 yield node
                 stack.extend(reversed(node.args))
 
+    def levels(self) -> int:
+        """Return how many nodes the longest path from here has, without recursion."""
+        known: dict[Expr, int] = {}
+        stack: list[Expr] = [self]
+        while stack:
+            node = stack[-1]
+            missing = [arg for arg in node.args if arg not in known]
+            stack.extend(missing)
+            if not missing:
+                known[stack.pop()] = 1 + max((known[arg] for arg in node.args), default=0)
+        return known[self]
+
     def loads(self) -> list[Expr]:
         """Return the look-ups of captured tensors, those in indices among them, in one order."""
         return sorted((node for node in self.walk() if node.op == "load"), key=lambda one: one.key)

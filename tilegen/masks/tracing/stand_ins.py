@@ -20,9 +20,9 @@ Elements = np.ndarray[Any, np.dtype[np.object_]]
 REDUCTIONS: dict[str, Callable[[list[Any]], Any]] = {
     "any": lambda parts: either(*(condition(part, "any") for part in parts)),
     "all": lambda parts: both(*(condition(part, "all") for part in parts)),
-    "sum": lambda parts: add(*parts) if parts else const(0),
-    "prod": lambda parts: multiply(*parts) if parts else const(1),
-    "mean": lambda parts: divide(add(*parts), len(parts)) if parts else const(math.nan),
+    "sum": lambda parts: _halved(add, parts) if parts else const(0),
+    "prod": lambda parts: _halved(multiply, parts) if parts else const(1),
+    "mean": lambda parts: divide(_halved(add, parts), len(parts)) if parts else const(math.nan),
     "amax": lambda parts: maximum(*parts),
     "amin": lambda parts: minimum(*parts),
 }
@@ -99,6 +99,14 @@ def broadcast(
     shape = np.broadcast_shapes(*(array.shape for array in arrays))
     flat = [np.broadcast_to(array, shape).ravel().tolist() for array in arrays]
     return shape, zip(*flat, strict=True)
+
+
+def _halved(combine: Callable[..., Any], parts: list[Any]) -> Any:
+    """Return a reduction by halves, as PyTorch's own: a row of 256 elements gives 8 levels."""
+    if len(parts) == 1:
+        return parts[0]
+    half = len(parts) // 2
+    return combine(_halved(combine, parts[:half]), _halved(combine, parts[half:]))
 
 
 def reduced(name: str, values: Any, dim: Any = None, keepdim: bool = False) -> Elements:

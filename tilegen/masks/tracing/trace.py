@@ -30,6 +30,8 @@ from tilegen.masks.tracing.tracer import Tracer
 MAX_CHOICES = 8
 """Most choices between numbers (`torch.where`) in a mask that are made choices between comparisons:
 each may double the number of comparisons."""
+MAX_LEVELS = 160
+"""Most operations of a function each on the result of the last: what reads expressions recurses."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,6 +113,11 @@ def _result(
     """Return the score, or the mask, that a function computes, with the slots that it reads, and
     those without effect on the result. Raises Unsupported."""
     result = tracer.expression(actual(tracer, told))
+    if (levels := result.levels() - 1) > MAX_LEVELS:
+        raise Unsupported(
+            f"expected at most {MAX_LEVELS} operations each on the result of the last, got "
+            f"{levels}; compute what needs no score or index outside, and read it from a tensor"
+        )
     kinds = [kind_of(str(table.dtype).removeprefix("torch.")) for table in tracer.read]
     result = renamed(result, dict(enumerate(zip(range(len(kinds)), kinds, strict=True))))
     if is_score:
