@@ -34,8 +34,8 @@ from tilegen.emit.render import render
 from tilegen.errors import TilegenError
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.spec import Direction
+from tilegen.masks.form import Shape
 from tilegen.masks.mask import Mask
-from tilegen.masks.shapes import Shape
 from tilegen.problem import AttentionProblem
 
 HEADS = {512: 8, 2048: 8, 8192: 2}

@@ -110,7 +110,7 @@ def _closed_form() -> Callable[[], Made]:
 def _lists(case: Case, captured: Any, seqlen: int, device: str) -> Callable[[], Made]:
     import torch
 
-    from tilegen.masks.shapes import Shape
+    from tilegen.masks.form import Shape
     from tilegen.masks.tiles.tile_classes import classify
     from tilegen.masks.tiles.tile_lists import lists_of
 

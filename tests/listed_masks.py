@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tilegen.masks.form import Shape, TiledShape
 from tilegen.masks.language.algebra import as_expr, both, equal, load, opposite
 from tilegen.masks.language.expr import SEQLEN_KV, SEQLEN_Q, B, Expr, H, K, Q, slot_of
-from tilegen.masks.shapes import Shape, TiledShape
 from tilegen.masks.tiles import tile_classes
 from tilegen.masks.tiles.tile_classes import TileClasses
 from tilegen.masks.tiles.tile_lists import TileLists, lists_of

@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 
 from tests.mask_zoo import BATCH, HEADS, Pairs
+from tilegen.masks.form import Shape
 from tilegen.masks.mask import Mask, Side
-from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import tensors_of
 from tilegen.masks.tiles.tile_lists import build
 from tilegen.masks.tiles.tile_ranges import tile_ranges

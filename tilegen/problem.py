@@ -9,11 +9,11 @@ from typing import Literal, cast
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.kernels.config import Dim, shares_columns
 from tilegen.masks.dilation import grouped_length, grouped_mask, step_of
+from tilegen.masks.form import Shape
 from tilegen.masks.kinds import check_mask
 from tilegen.masks.mask import Mask, full
 from tilegen.masks.notation import parse_mask
 from tilegen.masks.score import ScoreForm, parse_score
-from tilegen.masks.shapes import Shape
 from tilegen.masks.usual import is_surely_solved
 
 DType = Literal["fp16", "bf16", "fp32"]

@@ -30,7 +30,7 @@ from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.panels import Launch
 from tilegen.launch.binding import BoundKernel
 from tilegen.launch.bound_module import bound_module
-from tilegen.masks.shapes import Shape
+from tilegen.masks.form import Shape
 from tilegen.problem import AttentionProblem
 
 NEEDED = ("cc", "objcopy")

@@ -257,7 +257,7 @@ import torch
 from tilegen.bundles.served import Bundle
 from tilegen.gpus.spec import gpu
 from tilegen.errors import TilegenError
-from tilegen.masks.shapes import Shape
+from tilegen.masks.form import Shape
 from tilegen.problem import AttentionProblem
 
 problem, bundle = AttentionProblem.parse(sys.argv[2]), Bundle(Path(sys.argv[1]))

@@ -33,8 +33,8 @@ from tilegen.masks import (
     tree,
     values,
 )
+from tilegen.masks.form import Shape
 from tilegen.masks.score import Score, alibi, relative_bias, sinks, softcap
-from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import score_tensors
 from tilegen.problem import AttentionProblem
 

@@ -27,8 +27,8 @@ from tilegen.kernels.layout import public_lse
 from tilegen.kernels.split_kv import Requests
 from tilegen.launch.binding import BoundKernel
 from tilegen.masks import Mask, causal, from_bool, global_tokens, sliding_window, tree
+from tilegen.masks.form import Shape
 from tilegen.masks.score import Score, alibi, sinks, softcap
-from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import score_tensors
 from tilegen.problem import AttentionProblem
 

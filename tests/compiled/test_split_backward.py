@@ -24,8 +24,8 @@ from tilegen.kernels.registry import KERNELS
 from tilegen.launch.binding import BoundKernel
 from tilegen.masks import Mask, block_sparse, causal, kv_lengths, parse_mask
 from tilegen.masks.dropout import Dropout
+from tilegen.masks.form import Shape
 from tilegen.masks.score import Score, sinks, softcap
-from tilegen.masks.shapes import Shape
 from tilegen.model.traffic import traffic_of
 from tilegen.problem import AttentionProblem, DType
 

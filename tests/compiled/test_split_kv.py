@@ -20,8 +20,8 @@ from tilegen.check.verification import check, require, run, verify
 from tilegen.emit.render import render
 from tilegen.launch.binding import BoundKernel
 from tilegen.masks import Mask, causal, kv_lengths
+from tilegen.masks.form import Shape
 from tilegen.masks.score import Score, alibi, sinks, softcap
-from tilegen.masks.shapes import Shape
 from tilegen.model.traffic import traffic_of
 from tilegen.problem import AttentionProblem, DType
 

@@ -21,8 +21,8 @@ from tilegen.emit.render import render
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.launch.binding import BoundKernel
 from tilegen.masks import Mask
+from tilegen.masks.form import Shape
 from tilegen.masks.score import Score, alibi, sinks, softcap
-from tilegen.masks.shapes import Shape
 from tilegen.model.traffic import traffic_of
 from tilegen.problem import AttentionProblem
 

@@ -29,8 +29,8 @@ from tilegen.launch.launcher import Launcher
 from tilegen.launch.triton_function import TritonFunction
 from tilegen.masks import Mask
 from tilegen.masks.dropout import Dropout
+from tilegen.masks.form import Shape
 from tilegen.masks.score import Score
-from tilegen.masks.shapes import Shape
 from tilegen.masks.source import unlisted
 from tilegen.masks.tensors import score_tensors
 from tilegen.problem import AttentionProblem

@@ -15,11 +15,11 @@ from tests import user_forms
 from tilegen.check.reference import dense_mask
 from tilegen.masks import parse_mask, predicate
 from tilegen.masks.comparison import MATCHED, ORDERED
+from tilegen.masks.form import Shape
 from tilegen.masks.mask import Mask
-from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import tensors_of
+from tilegen.masks.tiles.spans import visit
 from tilegen.masks.tiles.tile_ranges import tile_ranges
-from tilegen.masks.tiles.visit import visit
 
 LENGTH = 90
 SOLVED = ("packed", "padding", "two tables of ids", "times", "window of time", "rising floats",

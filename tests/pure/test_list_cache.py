@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.listed_masks import SAME_DOCUMENT, shape_of
 from tilegen.errors import Unsupported
 from tilegen.masks import snapshots
+from tilegen.masks.form import TiledShape
 from tilegen.masks.language.algebra import equal
 from tilegen.masks.language.expr import K, Q
 from tilegen.masks.mask import Side
-from tilegen.masks.shapes import TiledShape
 from tilegen.masks.tiles import tile_lists
 from tilegen.masks.tiles.tile_lists import ListCache, TileLists, build
 

@@ -10,13 +10,12 @@ import torch
 import tilegen
 from tests.mask_zoo import ZOO, Case
 from tilegen.masks import Mask
-from tilegen.masks.expression_mask import typical
+from tilegen.masks.form import Shape, TiledShape
 from tilegen.masks.mask import Side
-from tilegen.masks.shapes import Shape, TiledShape
 from tilegen.masks.tensors import tensors_of
 from tilegen.masks.tiles import tile_ranges
 from tilegen.masks.tiles.tile_lists import build
-from tilegen.masks.tiles.tile_ranges import TileRanges, is_solved
+from tilegen.masks.tiles.tile_ranges import TileRanges, is_solved, typical
 
 BLOCKS = [(16, 16), (64, 32), (16, 64), (128, 64), (48, 16), (40, 24), (256, 256)]
 

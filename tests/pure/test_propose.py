@@ -21,7 +21,7 @@ from tilegen.gpus.spec import GpuSpec, catalogue, gpu
 from tilegen.kernels.config import BLOCK_SIZES, Kernel, TileConfig
 from tilegen.kernels.registry import KERNELS, LARGE_CACHE
 from tilegen.masks.tiles import tile_ranges
-from tilegen.masks.tiles.visit import visit
+from tilegen.masks.tiles.spans import visit
 from tilegen.model import footprint as footprints
 from tilegen.model.footprint import footprint
 from tilegen.model.launches import kept_entries, launches

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from tests.listed_masks import CPU, SAME_DOCUMENT, block_layout, check, neighbourhood, shape_of
 from tilegen.errors import Unsupported
+from tilegen.masks.form import TiledShape
 from tilegen.masks.language.algebra import (
     as_expr,
     at_most,
@@ -31,7 +32,6 @@ from tilegen.masks.language.algebra import (
 )
 from tilegen.masks.language.expr import FALSE, SEQLEN_KV, SEQLEN_Q, TRUE, B, H, K, Q
 from tilegen.masks.language.functions import elementary, sign
-from tilegen.masks.shapes import TiledShape
 from tilegen.masks.tiles import tile_classes
 from tilegen.masks.tiles.tile_lists import build
 

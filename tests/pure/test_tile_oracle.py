@@ -27,7 +27,7 @@ from tilegen.masks import (
     sliding_window,
     streaming,
 )
-from tilegen.masks.shapes import TiledShape
+from tilegen.masks.form import TiledShape
 from tilegen.masks.tiles import tile_ranges
 from tilegen.masks.tiles.tile_lists import TileLists, build
 

@@ -10,6 +10,7 @@ import torch
 
 from tests.score_inputs import random
 from tilegen.errors import InvalidProblem
+from tilegen.masks.form import Shape
 from tilegen.masks.packed_score import within_documents
 from tilegen.masks.score import (
     Score,
@@ -22,9 +23,7 @@ from tilegen.masks.score import (
     softcap,
     temperature,
 )
-from tilegen.masks.shapes import Shape
-from tilegen.masks.tensors import check_sizes
-from tilegen.masks.typical import INTEGERS, LEAST, typical_score
+from tilegen.masks.tensors import INTEGERS, LEAST, check_sizes, typical_score
 
 HEADS, ROWS, COLUMNS = 4, 50, 83
 SHAPE = Shape(2, HEADS, ROWS, COLUMNS)

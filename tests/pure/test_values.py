@@ -27,10 +27,10 @@ from tilegen.masks import (
     sliding_window,
     values,
 )
+from tilegen.masks.form import Shape
 from tilegen.masks.language.evaluation import evaluate
 from tilegen.masks.language.expr import PAIR, B, K, Q
 from tilegen.masks.language.rewriting import renamed
-from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import tensors_of
 from tilegen.masks.tiles.spans import depends_on
 from tilegen.masks.tiles.tile_ranges import tile_ranges

@@ -13,8 +13,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tilegen.errors import Unsupported
+from tilegen.masks.form import Shape
 from tilegen.masks.mask import Mask
-from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import tensors_of
 from tilegen.masks.tiles.tile_ranges import counted_over
 from tilegen.problem import AttentionProblem

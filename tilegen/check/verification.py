@@ -32,11 +32,10 @@ from tilegen.kernels.panels import PANEL_STEP, Launch
 from tilegen.kernels.registry import family_among
 from tilegen.launch.bound_module import bound_kernel
 from tilegen.masks.dropout import Dropout
+from tilegen.masks.form import Shape
 from tilegen.masks.mask import Mask
 from tilegen.masks.score import Score
-from tilegen.masks.shapes import Shape
-from tilegen.masks.tensors import score_tensors
-from tilegen.masks.typical import typical_score
+from tilegen.masks.tensors import score_tensors, typical_score
 from tilegen.problem import AttentionProblem
 
 

@@ -175,7 +175,7 @@ class Demo:
         from tilegen.check.peers import flex, sdpa
         from tilegen.check.reference import make_inputs
         from tilegen.masks.dropout import TYPICAL
-        from tilegen.masks.typical import typical_score
+        from tilegen.masks.tensors import typical_score
         from tilegen.tuning.measure import measure, one_line
 
         x = make_inputs(problem, device=device)

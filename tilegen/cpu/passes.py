@@ -12,7 +12,7 @@ from tilegen.calls.attention import attention
 from tilegen.check.peers import Attention, sdpa
 from tilegen.check.reference import Inputs, make_inputs
 from tilegen.errors import TilegenError
-from tilegen.masks.typical import typical_score
+from tilegen.masks.tensors import typical_score
 from tilegen.problem import AttentionProblem
 
 Function = Callable[[], object]

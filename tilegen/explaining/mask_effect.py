@@ -8,8 +8,7 @@ from dataclasses import replace
 from tilegen.choose.ranker import best_of, estimate
 from tilegen.explaining.records import DenseChoice, MaskEffect
 from tilegen.masks.mask import Side, full
-from tilegen.masks.tiles.spans import Interval
-from tilegen.masks.tiles.visit import visit
+from tilegen.masks.tiles.spans import Interval, visit
 from tilegen.model.estimate import Candidate
 from tilegen.model.mask_size import size_of
 from tilegen.model.visits import visits

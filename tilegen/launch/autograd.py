@@ -17,8 +17,8 @@ from tilegen.kernels.layout import empty_like
 from tilegen.launch.changes import Changes, Gradients, Wanted
 from tilegen.launch.derivatives import refuse_second, refuse_tangents
 from tilegen.launch.launch_text import MAX_ROW_STRIDE
+from tilegen.masks.form import Shape
 from tilegen.masks.score import Score
-from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import tensors_of
 
 if TYPE_CHECKING:

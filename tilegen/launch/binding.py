@@ -13,8 +13,8 @@ import torch
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.panels import Launch
 from tilegen.kernels.registry import KERNELS
+from tilegen.masks.form import Shape
 from tilegen.masks.mask import Mask, Side
-from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import tensors_of
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ import torch
 
 from tilegen.emit.identity import VECTOR_BYTES
 from tilegen.masks.dropout import Dropout
+from tilegen.masks.form import Shape
 from tilegen.masks.kinds import MaskKind, kind_of_mask, lengths_of
 from tilegen.masks.mask import Mask
 from tilegen.masks.score import Score
-from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import check_kv_lengths, tensors_of
 from tilegen.masks.usual import kv_prefix
 from tilegen.masks.values import LIMIT, check_range, has_values

@@ -28,7 +28,7 @@ from tilegen.launch.bound_module import bound_kernel, bound_module
 from tilegen.launch.changes import Changes, Gradients, Wanted
 from tilegen.launch.libraries import Library
 from tilegen.masks.apart import apart
-from tilegen.masks.shapes import Shape
+from tilegen.masks.form import Shape
 from tilegen.masks.tensors import score_tensors, tensors_of
 from tilegen.problem import AttentionProblem
 

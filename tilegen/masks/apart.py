@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from tilegen.masks.form import Apart
 from tilegen.masks.mask import Mask
-from tilegen.masks.tiles.visit import visit
+from tilegen.masks.tiles.spans import visit
 from tilegen.masks.usual import UNLISTED
 
 if TYPE_CHECKING:

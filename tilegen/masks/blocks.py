@@ -9,8 +9,8 @@ import torch
 
 from tilegen.errors import InvalidProblem
 from tilegen.masks.constructors import block_sparse
+from tilegen.masks.form import Shape
 from tilegen.masks.mask import Mask
-from tilegen.masks.shapes import Shape
 
 
 @dataclass(frozen=True)

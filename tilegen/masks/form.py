@@ -6,10 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from tilegen.masks.shapes import Shape
 from tilegen.masks.values import Alignment, Pair, Values, shown
+
+if TYPE_CHECKING:
+    import torch
+
 
 Side = Literal["rows", "columns"]
 """The axis whose tile stays on chip: query rows, past which KV tiles stream, or KV columns, past
@@ -75,7 +78,7 @@ _FORMS: dict[str, Form] = {}
 def _form_named(name: str) -> Form:
     """Return the form of a name, for copies of masks."""
     if name not in _FORMS:
-        for module in ("usual", "tree", "packed", "comparison", "expression_mask"):
+        for module in ("usual", "tree", "packed", "comparison"):
             import_module(f"tilegen.masks.{module}")
     return _FORMS[name]
 
@@ -111,3 +114,50 @@ CAUSAL = Form(
     is_solved=True,
 )
 WINDOW = Form("window", _in_window, spelt=_window_spelt, window=Window, is_solved=True)
+
+
+# --------------------------------------------------------------------------------------------------
+# Shapes of calls
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a call, for which a mask's values and lists are made; heads are query heads."""
+
+    batch: int
+    heads: int
+    seqlen_q: int
+    seqlen_kv: int
+
+    @staticmethod
+    def of(q: torch.Tensor, k: torch.Tensor) -> Shape:
+        """Return the shape of a call."""
+        return Shape(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+
+    @property
+    def by_axis(self) -> dict[str, int]:
+        """The sizes by the letters of the axes: b, h, q and k."""
+        return dict(b=self.batch, h=self.heads, q=self.seqlen_q, k=self.seqlen_kv)
+
+    def tiled(self, block_m: int, block_n: int) -> TiledShape:
+        """Return the shape cut into tiles of block_m rows and block_n columns."""
+        sizes = (self.batch, self.heads, self.seqlen_q, self.seqlen_kv)
+        return TiledShape(*sizes, block_m, block_n)
+
+
+@dataclass(frozen=True)
+class TiledShape(Shape):
+    """The sizes of a call and of its tiles, for which tiles are classified and listed."""
+
+    block_m: int
+    block_n: int
+
+    @property
+    def rows(self) -> int:
+        """The number of query tiles."""
+        return -(-self.seqlen_q // self.block_m)
+
+    @property
+    def columns(self) -> int:
+        """The number of KV tiles."""
+        return -(-self.seqlen_kv // self.block_n)

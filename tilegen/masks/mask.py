@@ -15,11 +15,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from tilegen.errors import InvalidProblem, Unsupported
-from tilegen.masks.drawing import check_sides, draw
-from tilegen.masks.form import CAUSAL, FULL, WINDOW, Condition, Form, Side, Window
+from tilegen.masks.form import CAUSAL, FULL, WINDOW, Condition, Form, Shape, Side, Window
 from tilegen.masks.made import is_traced, noted
 from tilegen.masks.plain import plain_number
-from tilegen.masks.shapes import Shape
 from tilegen.masks.values import Alignment, Pair, Values, check_alignment, check_number, shown
 
 if TYPE_CHECKING:
@@ -170,6 +168,8 @@ class Mask:
         self, seqlen_q: int, seqlen_kv: int | None = None, *, block_m: int = 16, block_n: int = 16
     ) -> str:
         """Return a drawing of the mask at small lengths (128 at most), with each tile's class."""
+        from tilegen.masks.pairs import check_sides, draw  # loads torch
+
         seqlen_kv = seqlen_q if seqlen_kv is None else seqlen_kv
         check_sides(seqlen_q, seqlen_kv)
         return draw(self.pairs(seqlen_q, seqlen_kv), str(self), block_m, block_n)

@@ -14,7 +14,6 @@ from math import gcd
 from typing import Any, Literal
 
 from tilegen.bounded_cache import BoundedCache
-from tilegen.masks.expression_mask import KEEP, percent_live
 from tilegen.masks.form import CAUSAL, FULL, WINDOW
 from tilegen.masks.language.algebra import (
     add,
@@ -44,7 +43,7 @@ from tilegen.masks.language.integers import combined, linear
 from tilegen.masks.language.rewriting import made, renamed
 from tilegen.masks.language.texts import to_text
 from tilegen.masks.mask import AND, NOT, OR, Mask, sliding_window, values_of, with_values
-from tilegen.masks.usual import DILATED, GLOBAL, KV_PREFIX, PREFIX_LM
+from tilegen.masks.usual import DILATED, GLOBAL, KEEP, KV_PREFIX, PREFIX_LM
 from tilegen.masks.values import MAX_WINDOW, Alignment, Pair, Values, shown
 
 Join = Literal["and", "or"]
@@ -89,6 +88,8 @@ def _with_percents(mask: Mask) -> Mask:
     smallest percentage of the parts, which stands for it where tensors are missing."""
     if mask.form is not KEEP or not mask.values or mask.values[0].typical > 0:
         return mask.with_parts(_with_percents)
+    from tilegen.masks.tiles.tile_lists import percent_live  # loads torch
+
     real = not mask.is_stand_in
     percent = percent_live(mask) if real else -mask.values[0].typical
     return with_values(mask, lambda value: replace(value, typical=percent))

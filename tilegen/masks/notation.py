@@ -184,8 +184,8 @@ def _tree(table: Any, *lengths: Any) -> Mask:
 
 
 def _keep(text: str, *tables: Any) -> Mask:
-    from tilegen.masks.expression_mask import KEEP, text_of  # loads torch
     from tilegen.masks.naming import canonical
+    from tilegen.masks.usual import KEEP, text_of
 
     captured: list[Values] = []
     for table in tables:

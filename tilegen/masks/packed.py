@@ -13,11 +13,10 @@ from typing import Any
 import torch
 
 from tilegen.errors import InvalidProblem
-from tilegen.masks.form import Condition, Form, Side, Window
+from tilegen.masks.form import Condition, Form, Shape, Side, Window
 from tilegen.masks.kinds import check_mask
 from tilegen.masks.made import is_traced, noted
 from tilegen.masks.mask import Mask, Pending, causal, full, intersect, sliding_window
-from tilegen.masks.shapes import Shape
 from tilegen.masks.usual import SAME_ID, intervals
 from tilegen.masks.values import (
     UNKNOWN,

@@ -20,8 +20,7 @@ from tilegen.masks.language.loads import Loads, reading
 from tilegen.masks.language.triton_source import NAMES, Writer
 from tilegen.masks.mask import Mask, Side
 from tilegen.masks.tiles.intervals import Arithmetic, Edges, Range, merge
-from tilegen.masks.tiles.spans import Interval, StreamSets, edges
-from tilegen.masks.tiles.visit import visit
+from tilegen.masks.tiles.spans import Interval, StreamSets, edges, visit
 from tilegen.masks.usual import UNLISTED
 from tilegen.masks.values import LIMIT
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from tilegen.masks.comparison import comparison_of
-from tilegen.masks.expression_mask import KEEP, predicate_of
 from tilegen.masks.form import Side
 from tilegen.masks.language.algebra import both, conjuncts
 from tilegen.masks.language.captured import kind_of_tensor, merge
@@ -19,9 +18,10 @@ from tilegen.masks.language.texts import to_text
 from tilegen.masks.mask import AND, Mask
 from tilegen.masks.naming import UNJUDGED, canonical, simplified
 from tilegen.masks.packed import of_ids
-from tilegen.masks.tiles.visit import visit
+from tilegen.masks.tiles.spans import visit
 from tilegen.masks.tracing.derived import Derived
 from tilegen.masks.tracing.trace import Traced
+from tilegen.masks.usual import KEEP, predicate_of
 from tilegen.masks.values import Values, table
 
 

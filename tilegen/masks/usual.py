@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
-from tilegen.errors import InvalidProblem
+from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.masks.form import Condition, Form, Side
 from tilegen.masks.mask import NOT, Mask, causal, full
 from tilegen.masks.tree import TREE
 from tilegen.masks.values import Pair, Pattern, Values, check_number
+
+if TYPE_CHECKING:
+    from tilegen.masks.language.expr import Expr
 
 
 def equal(left: Any, right: Any) -> Condition:
@@ -202,6 +206,54 @@ def neighborhood(grid: int | tuple[int, ...], window: int | tuple[int, ...]) -> 
         if size % 2 == 0:
             raise InvalidProblem(f"window must be odd, got {size}")
     return Mask.of(NEIGHBORHOOD, grid, window)
+
+
+# --------------------------------------------------------------------------------------------------
+# Of an expression
+
+
+def _keep_of_text(at: Pair, _: Side, text: str, *captured: Values) -> Condition:
+    from tilegen.masks.language.expr import PAIR
+    from tilegen.masks.language.rewriting import renamed, replaced
+
+    keep = predicate_of(text, tuple(table.kind for table in captured))
+    slots = {i: (table.slot, table.elements_kind) for i, table in enumerate(captured)}
+    moved = {symbol: to for symbol, to in zip(PAIR, at, strict=True) if symbol is not to}
+    return renamed(replaced(keep, moved) if moved else keep, slots)
+
+
+def _text_spelt(text: str, *captured: Values) -> str:
+    tables = "".join([f",{table.notation}{table.kind}" for table in captured])
+    return f"keep({text}{tables})"
+
+
+KEEP = Form("keep", _keep_of_text, spelt=_text_spelt)
+"""The mask that the canonical text of a predicate describes; t<i> in it are the tables that
+follow."""
+
+
+@lru_cache(maxsize=512)
+def predicate_of(text: str, kinds: tuple[str, ...]) -> Expr:
+    """Parse the text of a predicate. Raises InvalidProblem for other texts."""
+    from tilegen.masks.language.expr import S
+    from tilegen.masks.language.texts import from_text
+
+    expr = from_text(text, kinds)
+    if not expr.is_condition or S in expr.free:
+        raise InvalidProblem(
+            f"expected a condition on b, h, q and k in keep(...), got {text[:200]!r}"
+        )
+    return expr
+
+
+def text_of(text: str, kinds: tuple[str, ...]) -> str:
+    """Return the canonical text of a predicate. Raises InvalidProblem for other texts."""
+    from tilegen.masks.language.texts import to_text
+
+    try:
+        return to_text(predicate_of(text, kinds))
+    except Unsupported as error:
+        raise InvalidProblem(str(error)) from None
 
 
 # --------------------------------------------------------------------------------------------------

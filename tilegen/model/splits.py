@@ -13,8 +13,8 @@ from tilegen.kernels.registry import tile_heads
 from tilegen.kernels.split_kv import FILLING, usual_tiles
 from tilegen.masks.grouping import packed_heads
 from tilegen.masks.source import ranges_source
+from tilegen.masks.tiles.spans import visit
 from tilegen.masks.tiles.tile_ranges import counted_over, tile_ranges
-from tilegen.masks.tiles.visit import visit
 from tilegen.model.visits import mean_of, visits, visits_of
 from tilegen.problem import AttentionProblem
 from tilegen.task import Tiled

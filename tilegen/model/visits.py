@@ -10,8 +10,8 @@ import numpy as np
 from tilegen.emit.identity import rows_are_aligned, stride_unit
 from tilegen.masks.apart import guard_of
 from tilegen.masks.mask import Side
+from tilegen.masks.tiles.spans import visit
 from tilegen.masks.tiles.tile_ranges import counted_over, tile_ranges
-from tilegen.masks.tiles.visit import visit
 from tilegen.problem import AttentionProblem
 from tilegen.task import KernelTask, Tiled
 

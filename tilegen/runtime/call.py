@@ -20,10 +20,10 @@ from tilegen.launch.changes import Changes
 from tilegen.launch.launch_text import MAX_ROW_STRIDE
 from tilegen.masks import score as scores
 from tilegen.masks.dropout import Dropout
+from tilegen.masks.form import Shape
 from tilegen.masks.mask import Mask
 from tilegen.masks.plain import check_plain, plain_number
 from tilegen.masks.score import Score, ScoreForm
-from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import check_kv_lengths
 from tilegen.masks.tracing.fingerprint import Traces
 from tilegen.problem import MIN_HEAD_DIM, AttentionProblem, DType

@@ -34,8 +34,8 @@ from tilegen.launch.changes import Changes
 from tilegen.launch.kernels import Kernels
 from tilegen.masks.apart import apart
 from tilegen.masks.dilation import grouped_mask, step_of
+from tilegen.masks.form import Shape
 from tilegen.masks.kinds import kind_of_mask
-from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import are_readable, check_columns, check_fit, check_kv_lengths
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import plans

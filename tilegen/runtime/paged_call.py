@@ -16,7 +16,7 @@ from tilegen.kernels.split_kv import Requests, Views
 from tilegen.launch.autograd import addressable, empty_lse, refuse_gradients
 from tilegen.launch.changes import Changes, Pages
 from tilegen.launch.kernels import READABLE, Kernels
-from tilegen.masks.shapes import Shape
+from tilegen.masks.form import Shape
 from tilegen.masks.tensors import tensors_of
 from tilegen.masks.values import is_checked
 from tilegen.problem import PAGES

@@ -245,8 +245,7 @@ class Timed:
         import torch
 
         from tilegen.masks.dropout import Dropout
-        from tilegen.masks.tensors import score_tensors
-        from tilegen.masks.typical import typical_score
+        from tilegen.masks.tensors import score_tensors, typical_score
 
         problem, launches = task.problem, make_launches(task, device)
         score = typical_score(problem.score, problem.shape, device)

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations, product
+from typing import Literal
 
 from tilegen.errors import Unsupported
 from tilegen.masks.form import Side
@@ -325,3 +326,32 @@ def _some(spans: Iterable[_Span]) -> tuple[Interval, ...]:
         if not any((lo, hi) == (one.lo, one.hi) and set(one.guards) > of for lo, hi, of in known)
     ]
     return tuple(sorted(kept, key=str))
+
+
+# --------------------------------------------------------------------------------------------------
+# The way in which kernels find the tiles
+
+
+@dataclass(frozen=True)
+class Visit:
+    """The tiles of a side in one interval, in several that the kernel merges, or in lists that are
+    made before the launch."""
+
+    strategy: Literal["single", "several", "lists"]
+    sets: StreamSets | None = None
+    """The closed form; None for lists."""
+    reason: str = ""
+    """The reason for lists."""
+
+
+def visit(mask: Mask, side: Side) -> Visit:
+    """Choose the first strategy that can express the tiles of a mask."""
+    try:
+        sets = stream_sets(mask, side)
+    except Unsupported as refusal:
+        return Visit("lists", reason=str(refusal))
+    if sets.full is not None:
+        return Visit("single", sets)
+    if sets.is_short:
+        return Visit("several", sets)
+    return Visit("lists", reason="a kernel would merge too many intervals")

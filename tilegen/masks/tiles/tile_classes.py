@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
+from tilegen.masks.form import TiledShape
 from tilegen.masks.language.evaluation import points
 from tilegen.masks.language.expr import PAIR, B, Expr, H
 from tilegen.masks.language.value_bounds import Interval, Tables, Verdict, tile_bounds
-from tilegen.masks.shapes import TiledShape
 
 CHUNK_BYTES = 32 << 20
 """About the most temporary memory: tiles and pairs are evaluated in chunks that need no more."""

@@ -7,6 +7,7 @@ are kept, so that all layers of a model share those of one mask.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -15,9 +16,9 @@ import torch
 
 from tilegen.disk import say_once
 from tilegen.errors import Unsupported
+from tilegen.masks.form import Shape, TiledShape
 from tilegen.masks.language.expr import Expr
-from tilegen.masks.mask import Side
-from tilegen.masks.shapes import TiledShape
+from tilegen.masks.mask import Mask, Side
 from tilegen.masks.snapshots import TensorCache
 from tilegen.masks.tiles.tile_classes import TileClasses, classify, distinguished
 from tilegen.masks.values import is_captured
@@ -177,3 +178,24 @@ def outside_of_pools(lists: TileLists) -> TileLists:
 
     with ThreadPoolExecutor(1, thread_name_prefix="tilegen-lists") as thread:
         return thread.submit(copied).result()
+
+
+JUDGED = 64
+"""Side of the tiles by which the density of a traced mask is judged."""
+LONGEST_JUDGED = 4096
+"""Longest sequence for which the density of a traced mask is judged."""
+
+
+def percent_live(mask: Mask) -> int:
+    """Compute the percentage of tiles that an expression leaves, rounded up to a power of two.
+
+    The length of a call is not known yet; the longest dimension of the tensors read is a good
+    guess.
+    """
+    tables = [value.on("cpu", (LONGEST_JUDGED, LONGEST_JUDGED)) for value in mask.values]
+    sizes = [size for table in tables for size in table.shape]
+    length = min(max(sizes, default=JUDGED), LONGEST_JUDGED)
+    shape = Shape(1, 1, length, length).tiled(JUDGED, JUDGED)
+    lists = build(mask.predicate(), tables, shape, device="cpu", side="rows")
+    live = lists.visited_tiles / (shape.rows * shape.columns)
+    return min(100, 2 ** math.ceil(math.log2(max(1.0, 100 * live))))

@@ -15,19 +15,17 @@ from numpy.typing import NDArray
 
 from tilegen.errors import Unsupported
 from tilegen.kernels.config import BLOCK_SIZES
-from tilegen.masks.expression_mask import typical
-from tilegen.masks.form import WINDOW, Side
+from tilegen.masks.comparison import MATCHED, ORDERED
+from tilegen.masks.form import WINDOW, Shape, Side, TiledShape
 from tilegen.masks.language.evaluation import points
 from tilegen.masks.language.expr import FIRST, LAST, SEQLEN_KV, SEQLEN_Q, B, H, captured_slots
 from tilegen.masks.mask import Mask
 from tilegen.masks.remembered import by_mask
-from tilegen.masks.shapes import Shape, TiledShape
 from tilegen.masks.tensors import tensors_of
 from tilegen.masks.tiles.intervals import Arithmetic, Edges, Range, Visited, merge
-from tilegen.masks.tiles.spans import StreamSets, depends_on, edges
-from tilegen.masks.tiles.tile_lists import build
-from tilegen.masks.tiles.visit import visit
-from tilegen.masks.usual import NEIGHBORHOOD
+from tilegen.masks.tiles.spans import StreamSets, depends_on, edges, visit
+from tilegen.masks.tiles.tile_lists import JUDGED, build
+from tilegen.masks.usual import BLOCK_SPARSE, KEEP, NEIGHBORHOOD
 from tilegen.masks.values import Values
 
 LONGEST = 2048
@@ -345,3 +343,12 @@ def _stretched(near: TileRanges, side: Side, shape: TiledShape, factor: float = 
         block=block,
         length=length,
     )
+
+
+def typical(mask: Mask) -> Mask:
+    """Replace each mask whose tables are missing by random blocks of the same density."""
+    if mask.form in (KEEP, ORDERED, MATCHED) and mask.is_stand_in:
+        percent = mask.values[0].typical
+        layout = Values(axes="", typical=percent, kind="bool", pattern="layout", block=JUDGED)
+        return Mask.of(BLOCK_SPARSE, layout, JUDGED)
+    return mask.with_parts(typical)
