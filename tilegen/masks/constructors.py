@@ -162,19 +162,26 @@ def predicate(fn: Callable[[Any, Any, Any, Any], Any]) -> Mask:
     """Return the mask of a Python function of (b, h, q_idx, kv_idx), as FlexAttention's `mask_mod`.
 
     It is traced once with symbols: operators, comparisons, `& | ~`, torch functions and captured
-    tensors; `if`, `and` and `or` cannot be. Raises Unsupported, naming what it cannot trace.
+    tensors; `if`, `and` and `or` cannot be. Attributes of objects that the function names are
+    looked up at each call. Raises Unsupported, naming what it cannot trace.
     """
     if is_traced():
         return Pending(("function", fn, "", ()))
-    return _traced(fn)
+    return _traced(fn, predicate)
 
 
-def _traced(fn: Callable[[Any, Any, Any, Any], Any]) -> Mask:
-    from tilegen.masks.expression_mask import mask_of_trace  # loads torch
+def traced(fn: Callable[[Any, Any, Any, Any], Any]) -> Mask:
+    """Return the mask of a function for one call, which looks nothing up again."""
+    return Pending(("function", fn, "", ())) if is_traced() else _traced(fn, None)
+
+
+def _traced(fn: Callable[[Any, Any, Any, Any], Any], again: Callable[[Any], Mask] | None) -> Mask:
+    from tilegen.masks.expression_mask import known_mask  # loads torch
     from tilegen.masks.language.texts import to_text
-    from tilegen.masks.tracing.trace import trace_mask
+    from tilegen.masks.tracing.trace import followed, trace_mask
 
-    traced = trace_mask(fn)
-    # Tensors that the function makes are made again by the function alone.
-    text = "" if traced.makes_tensors else to_text(traced.expr)
-    return noted(mask_of_trace(traced), ("function", fn, text, traced.captured))
+    trace = trace_mask(fn)
+    follows = again and followed(fn, trace, again)
+    # Tensors that the function makes, or looks up again, are made again by the function alone.
+    text = "" if trace.makes_tensors or follows else to_text(trace.expr)
+    return noted(known_mask(trace), ("function", fn, text, trace.captured), follows)

@@ -21,12 +21,16 @@ from tilegen.masks.language.texts import from_text, to_text
 from tilegen.masks.mask import Mask, causal, full, intersect, sliding_window
 from tilegen.masks.packed import of_ids
 from tilegen.masks.shapes import Shape
+from tilegen.masks.snapshots import TensorCache
 from tilegen.masks.tiles.tile_lists import build
 from tilegen.masks.tiles.visit import visit
 from tilegen.masks.tracing.derived import Derived
 from tilegen.masks.tracing.trace import Traced
 from tilegen.masks.usual import BLOCK_SPARSE, DILATED, dilated
 from tilegen.masks.values import MAX_WINDOW, Pair, Values, table
+
+MAX_KNOWN = 512
+"""Masks of functions that are kept."""
 
 
 def _keep(at: Pair, _: Side, text: str, *captured: Values) -> Condition:
@@ -69,6 +73,21 @@ def mask_of_text(text: str, captured: tuple[torch.Tensor, ...]) -> Mask:
     """Return the mask of a predicate's text over tensors, right for any elements they may have."""
     expr = predicate_of(text, tuple(map(kind_of_tensor, captured)))
     return mask_of_trace(Traced(expr, captured, (), Derived()), looks_at_tables=False)
+
+
+def known_mask(traced: Traced) -> Mask:
+    """Return the mask of a traced predicate, solved once for the same expression and tensors."""
+    if traced.makes_tensors:
+        return mask_of_trace(traced)
+    # Aliases: the cache must not keep the tensors alive.
+    aliases = replace(traced, captured=tuple(one.detach() for one in traced.captured))
+    known = _known.get(traced.expr, traced.captured, lambda: mask_of_trace(aliases))
+    mask = Mask(known.form, known.args)  # which keeps how it was made by itself
+    vars(mask).update(vars(known))
+    return mask
+
+
+_known: TensorCache[Mask] = TensorCache(MAX_KNOWN, elements=False)
 
 
 def mask_of_trace(traced: Traced, *, looks_at_tables: bool = True) -> Mask:

@@ -11,12 +11,12 @@ import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.masks.drawing import check_sides, draw
 from tilegen.masks.form import CAUSAL, FULL, WINDOW, Condition, Form, Side, Window
-from tilegen.masks.made import is_traced, noted
+from tilegen.masks.made import follows_of, is_traced, noted
 from tilegen.masks.plain import plain_number
 from tilegen.masks.shapes import Shape
 from tilegen.masks.values import Alignment, Pair, Values, check_alignment, check_number, shown
@@ -38,6 +38,9 @@ class Mask:
     """The kind of the mask, such as causal, a window, or the `&` of masks."""
     args: tuple[Any, ...] = ()
     """Numbers, texts, alignments, grids, tables and masks."""
+    follows: ClassVar[Any] = None
+    """What `noted` keeps of functions that read objects: `follows.now(mask)` is the mask of a
+    call."""
 
     @classmethod
     def of(cls, form: Form, *args: Any) -> Mask:
@@ -199,7 +202,12 @@ class Mask:
 
     def inverted(self) -> Mask:
         """Return the complement. torch.compile traces this method, but not `~`."""
-        return self.args[0] if self.form is NOT else Mask.of(NOT, self)
+        if self.form is NOT:
+            return self.args[0]
+        inverse = Mask.of(NOT, self)
+        if self.follows is not None and not is_traced():
+            vars(inverse)["follows"] = follows_of(Mask.inverted, (self,))
+        return inverse
 
     __invert__ = inverted
 
@@ -312,7 +320,9 @@ def intersect(*masks: Mask) -> Mask:
     parts = [part for part in _flat(masks, AND) if not part.is_full]
     if not parts:
         return Mask.of(FULL)
-    return parts[0] if len(parts) == 1 else noted(Mask.of(AND, *parts), ("&", masks))
+    if len(parts) == 1:
+        return parts[0]
+    return noted(Mask.of(AND, *parts), ("&", masks), follows_of(intersect, masks))
 
 
 def unite(*masks: Mask) -> Mask:
@@ -320,7 +330,9 @@ def unite(*masks: Mask) -> Mask:
     parts = _flat(masks, OR)
     if any(part.is_full for part in parts):
         return Mask.of(FULL)
-    return parts[0] if len(parts) == 1 else noted(Mask.of(OR, *parts), ("|", masks))
+    if len(parts) == 1:
+        return parts[0]
+    return noted(Mask.of(OR, *parts), ("|", masks), follows_of(unite, masks))
 
 
 def _flat(masks: tuple[Mask, ...], join: Form) -> list[Mask]:

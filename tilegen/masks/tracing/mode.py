@@ -24,7 +24,7 @@ from tilegen.masks.made import is_traced
 from tilegen.masks.plain import check_plain
 from tilegen.masks.tracing.constant import assume_constant_result
 from tilegen.masks.tracing.derived import Derived
-from tilegen.masks.tracing.fingerprint import looked
+from tilegen.masks.tracing.reads import looked
 from tilegen.masks.tracing.stand_ins import Table
 from tilegen.masks.tracing.tracer import MAX_ELEMENTS, Tracer, refusal
 

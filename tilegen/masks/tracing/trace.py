@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,9 +23,11 @@ from tilegen.masks.language.expr import Expr, captured_slots
 from tilegen.masks.language.rewriting import renamed, replaced
 from tilegen.masks.language.scores import in_single, merged, text_of
 from tilegen.masks.language.texts import to_text
+from tilegen.masks.made import OfFunction, never
 from tilegen.masks.tracing.constant import assume_constant_result
 from tilegen.masks.tracing.derived import Derived
 from tilegen.masks.tracing.mode import actual, call, finished
+from tilegen.masks.tracing.reads import Reads, holds
 from tilegen.masks.tracing.tracer import Tracer
 
 MAX_CHOICES = 8
@@ -64,6 +67,20 @@ def trace_score(fn: Callable[..., Any]) -> Traced:
     Raises Unsupported, naming the term, for what has no expression.
     """
     return _traced(fn, "(score, b, h, q_idx, kv_idx)", is_score=True)
+
+
+def followed(
+    fn: Callable[..., Any], traced: Traced, make: Callable[[Any], Any]
+) -> OfFunction | None:
+    """Return the function, which `make(fn)` follows, if it reads attributes of objects; else
+    None."""
+    reads = Reads(fn)
+    if reads.are_known:
+        return None
+    places = reads.attributes(traced.derived.sources((*traced.captured, *traced.unused)))
+    if places == ():
+        return None
+    return OfFunction(fn, make, never if places is None else partial(holds, places))
 
 
 def trace_compiled(
