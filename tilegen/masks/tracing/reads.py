@@ -275,10 +275,11 @@ def _names(code: CodeType) -> frozenset[str]:
 def _holders(value: Any) -> Iterator[Any]:
     """Yield the dicts in which Python looks up an attribute of an object."""
     own: dict[str, Any] = getattr(value, "__dict__", {})
+    kind: type = type(value)
     yield own
     if isinstance(value, torch.nn.Module):
-        yield from (own[kind] for kind in ("_parameters", "_buffers", "_modules"))
+        yield from (own[name] for name in ("_parameters", "_buffers", "_modules"))
     bases: tuple[type, ...] = value.__mro__ if isinstance(value, type) else ()
-    for kind in (*bases, *type(value).__mro__):
-        if kind.__module__.partition(".")[0] not in ("builtins", "torch"):
-            yield vars(kind)
+    for base in (*bases, *kind.__mro__):
+        if base.__module__.partition(".")[0] not in ("builtins", "torch"):
+            yield vars(base)

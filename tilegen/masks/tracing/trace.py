@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
 from tilegen.errors import InvalidProblem, TilegenError, Unsupported
 from tilegen.masks.language.algebra import both, either, opposite
@@ -89,8 +90,17 @@ def trace_compiled(
     """Trace a function while torch.compile traces its caller. Return the text of the expression,
     the tensors of the graph that it reads, and those without effect on the result. Raises
     Unsupported."""
-    number, mode, told = call(fn, is_score=is_score)
-    answer = _text(number, told, is_score)
+    # Where a size must be known, as in `q ** n`, torch.compile fixes it.
+    for keeps_sizes in (is_compiling(), False):
+        try:
+            number, mode, told = call(fn, is_score=is_score, keeps_sizes=keeps_sizes)
+        except Unsupported:
+            if keeps_sizes:
+                continue
+            raise
+        answer = _text(number, told, is_score)
+        if not isinstance(answer, str):
+            break
     if isinstance(answer, str):
         raise Unsupported(answer)
     text, slots, unused = answer
