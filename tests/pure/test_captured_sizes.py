@@ -10,6 +10,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import tilegen
+from tilegen.runtime import dispatch
 
 HEADS = 2
 
@@ -121,3 +122,37 @@ def test_export_takes_sizes(name: str, strict: bool) -> None:
     program = torch.export.export(Model(), tensors(20), dynamic_shapes=sizes, strict=strict)
     for length in (11, 29, 70):
         check(program.module(), length, CASES[name])
+
+
+@pytest.mark.parametrize("made", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_calls_read_a_second_value_at_run_time(
+    name: str, made: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned: list[Any] = []
+    plan = dispatch._new_plan  # pyright: ignore[reportPrivateUsage]
+
+    def counted(*args: Any) -> Any:
+        planned.append(args)
+        return plan(*args)
+
+    monkeypatch.setattr(dispatch, "_new_plan", counted)
+    counts: list[int] = []
+    for length in range(20, 32):
+        check(lambda q, k: attended(q, k, CASES[name], made=made), length, CASES[name])
+        counts.append(len(planned))
+    assert counts[3] == counts[-1] <= 4
+
+
+def test_constants_of_living_functions_stay_constants() -> None:
+    """As those of a module's layers."""
+
+    def near(n: int) -> Callable[..., Any]:
+        return lambda b, h, i, j: i - j < n
+
+    masks = [tilegen.predicate(near(n)) for n in (3, 4)]
+    for _ in range(2):
+        for mask in masks:
+            q, k = tensors(30)
+            tilegen.attention(q, k, k, mask=mask)
+            assert mask.follows is None

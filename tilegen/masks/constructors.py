@@ -171,17 +171,25 @@ def predicate(fn: Callable[[Any, Any, Any, Any], Any]) -> Mask:
 
 
 def traced(fn: Callable[[Any, Any, Any, Any], Any]) -> Mask:
-    """Return the mask of a function for one call, which looks nothing up again."""
+    """Return the mask of a function for a call, which looks nothing up again."""
     return Pending(("function", fn, "", ())) if is_traced() else _traced(fn, None)
 
 
 def _traced(fn: Callable[[Any, Any, Any, Any], Any], again: Callable[[Any], Mask] | None) -> Mask:
-    from tilegen.masks.expression_mask import known_mask  # loads torch
+    from tilegen.masks.expression_mask import general_mask, known_mask  # loads torch
     from tilegen.masks.language.texts import to_text
+    from tilegen.masks.tracing.numbers import at_call, followed_numbers
     from tilegen.masks.tracing.trace import followed, trace_mask
 
     trace = trace_mask(fn)
-    follows = again and followed(fn, trace, again)
-    # Tensors that the function makes, or looks up again, are made again by the function alone.
-    text = "" if trace.makes_tensors or follows else to_text(trace.expr)
-    return noted(known_mask(trace), ("function", fn, text, trace.captured), follows)
+    text = "" if trace.makes_tensors else to_text(trace.expr)
+    how = ("function", fn, text, trace.captured)
+    if again is None:
+        # The function of a text stays alive by no mask.
+        how = ("function", None if text else fn, *how[2:])
+        general = at_call(fn, trace)
+        return noted(known_mask(trace) if general is trace else general_mask(general), how)
+    follows = followed(fn, trace, again)
+    if follows is not None:  # tensors that it looks up again are read by the function alone
+        return noted(known_mask(trace), ("function", fn, "", ()), follows)
+    return noted(known_mask(trace), how, followed_numbers(fn, trace, general_mask))

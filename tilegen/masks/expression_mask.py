@@ -9,16 +9,18 @@ from typing import Any
 
 import torch
 
+from tilegen.bounded_cache import BoundedCache
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.masks.comparison import MATCHED, ORDERED, comparison_of
 from tilegen.masks.form import Condition, Form, Side
+from tilegen.masks.kinds import kind_of_mask
 from tilegen.masks.language.algebra import both, conjuncts, subtract
 from tilegen.masks.language.captured import kind_of_tensor, merge
 from tilegen.masks.language.expr import FALSE, PAIR, TRUE, B, Expr, K, Q, S, slot_of
 from tilegen.masks.language.integers import combined, linear
 from tilegen.masks.language.rewriting import made, renamed, replaced
 from tilegen.masks.language.texts import from_text, to_text
-from tilegen.masks.mask import Mask, causal, full, intersect, sliding_window
+from tilegen.masks.mask import Mask, causal, full, intersect, sliding_window, with_tensors
 from tilegen.masks.packed import of_ids
 from tilegen.masks.shapes import Shape
 from tilegen.masks.snapshots import TensorCache
@@ -88,6 +90,25 @@ def known_mask(traced: Traced) -> Mask:
 
 
 _known: TensorCache[Mask] = TensorCache(MAX_KNOWN, elements=False)
+
+
+def general_mask(traced: Traced) -> Mask:
+    """Return the mask of a traced predicate with other tensors than before, solved once for the
+    same expression."""
+    places = {id(one): place for place, one in enumerate(traced.captured)}
+    key = (traced.expr, *((one.dtype, one.ndim, one.device) for one in traced.captured))
+    kept = _general.get(
+        key,
+        lambda: with_tensors(
+            mask_of_trace(traced, looks_at_tables=False), lambda one: places[id(one)]
+        ),
+    )
+    mask = with_tensors(kept, lambda place: traced.captured[place])
+    vars(mask)["_kind"] = kind_of_mask(kept)
+    return mask
+
+
+_general: BoundedCache[Any, Mask] = BoundedCache(MAX_KNOWN)
 
 
 def mask_of_trace(traced: Traced, *, looks_at_tables: bool = True) -> Mask:

@@ -55,7 +55,7 @@ class OfFunction:
         """Return the mask or score that was made of the function, or a new one."""
         latest = made if self._latest is None else self._latest
         # The function of the new one may read no object any more.
-        if latest.follows is not None and not latest.follows._hold():
+        if isinstance(latest.follows, OfFunction) and not latest.follows._hold():
             latest = self._latest = self._make(self.function)
         return latest
 
@@ -88,6 +88,10 @@ class OfParts:
         if any(one is not part for one, part in zip(current, parts, strict=True)):
             latest = self._join(*current)
             self._latest = tuple(current), latest
+        elif latest is made and all(
+            one.follows is None for one in current
+        ):  # constants, from now on
+            vars(made).pop("follows", None)
         return latest
 
 

@@ -373,6 +373,20 @@ def with_values(mask: Mask, changed: Callable[[Values], Values]) -> Mask:
     return Mask(mask.form, tuple(args))
 
 
+def with_tensors(mask: Mask, changed: Callable[[Any], Any]) -> Mask:
+    """Return a mask with each tensor that it reads replaced by `changed(tensor)`."""
+    recipes: dict[int, Any] = {}
+
+    def of_value(value: Values) -> Values:
+        if (recipe := value.recipe) is None:
+            return replace(value, tensor=changed(value.tensor))
+        if id(recipe) not in recipes:
+            recipes[id(recipe)] = replace(recipe, sources=tuple(map(changed, recipe.sources)))
+        return replace(value, recipe=recipes[id(recipe)])
+
+    return with_values(mask, of_value)
+
+
 def _joined(sign: str, join: Callable[..., Mask], mask: Mask, other: Any) -> Any:
     if not isinstance(other, Mask):
         return NotImplemented

@@ -279,20 +279,22 @@ def score(function: Callable[..., Any]) -> Score:
     attributes of objects that the function names are looked up again. Raises Unsupported, naming a
     term that has no expression.
     """
+    from tilegen.masks.tracing.numbers import followed_numbers
     from tilegen.masks.tracing.trace import followed, trace_score
 
     if is_traced():
         return Chain((function,))  # type: ignore[return-value]
     trace = trace_score(function)
-    follows = followed(function, trace, score)
+    follows = followed(function, trace, score) or followed_numbers(function, trace, _of_trace)
     return noted(_of_trace(trace), ("function", function), follows)
 
 
 def traced(function: Callable[..., Any]) -> Score:
-    """Trace a function as a score, and keep no reference to the function."""
+    """Trace a function as the score of a call, and keep no reference to the function."""
+    from tilegen.masks.tracing.numbers import at_call
     from tilegen.masks.tracing.trace import trace_score
 
-    return _of_trace(trace_score(function))
+    return _of_trace(at_call(function, trace_score(function)))
 
 
 def _of_trace(traced_score: Traced) -> Score:

@@ -105,9 +105,9 @@ class Derived:
     def sources(self, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
         """Yield the tensors that `tensors` are made of, which the function itself does not make."""
         for tensor in tensors:
-            for one in self._needed(tensor)[1] if self.made(tensor) else (tensor,):
-                if memory_of(one) not in self._own:
-                    yield one
+            for source in self._needed(tensor)[1] if self.made(tensor) else (tensor,):
+                if memory_of(source) not in self._own:
+                    yield source
 
     def anew(self, tensor: torch.Tensor) -> torch.Tensor:
         """Compute a tensor again by its steps, differentiably."""

@@ -146,7 +146,8 @@ class Mode(TorchFunctionMode):
         # torch.compile may have made variables of sizes, and of numbers made of these.
         for number, symbolic, dtype in _NUMBERS:
             if isinstance(value, (number, symbolic)) and self.keeps_sizes and not _is_fixed(value):
-                self.captured.append(torch.full((), value, dtype=dtype))
+                given: Any = value
+                self.captured.append(torch.full((), given, dtype=dtype))
                 return ("number", len(self.captured) - 1, dtype)
         if isinstance(value, (int, torch.SymInt)):
             value = index(value)

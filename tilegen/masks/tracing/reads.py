@@ -151,8 +151,8 @@ class Reads:
             if vars(value):
                 self._objects.append(value)
         elif kind in (tuple, torch.Size):
-            for one in value:
-                self._value(one)
+            for part in value:
+                self._value(part)
         elif kind is FunctionType:
             self._function(value)
         elif not _is_fixed(value):
@@ -195,8 +195,8 @@ class Reads:
                 if held is not None:
                     places.append((_item, held, name, held[name]))
                     self._value(held[name])
-        found = {memory_of(one) for one, *_ in self._tensors}
-        return tuple(places) if all(memory_of(one) in found for one in tensors) else None
+        known = {memory_of(one) for one, *_ in self._tensors}
+        return tuple(places) if all(memory_of(one) in known for one in tensors) else None
 
 
 def holds(places: Any) -> bool:
