@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +18,8 @@ from tilegen.calls.flex import from_block_mask
 from tilegen.check.reference import dense_mask
 from tilegen.masks.language.evaluation import evaluate
 from tilegen.runtime.call import score_of
+
+pytestmark = pytest.mark.oldest
 
 N, BLOCK = 24, 8
 WIDTH = 3
@@ -226,6 +228,34 @@ def cache() -> Case:
     return lambda b, h, q, k: q - k < width(), change
 
 
+def missing_global() -> Case:
+    def keep(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return abs(q - k) < 3
+
+    def change() -> None:
+        globals().update(abs=lambda x: x)
+
+    return keep, change
+
+
+def number_type() -> Case:
+    table = torch.tensor([2.0 + 1e-9 * k for k in range(N)], dtype=torch.float64)
+
+    def keep(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return table[k] > torch.tensor(2 + 4e-9)
+
+    return keep, lambda: torch.set_default_dtype(torch.float64)
+
+
+def local_import() -> Case:
+    def keep(b: Any, h: Any, q: Any, k: Any) -> Any:
+        from tests.pure import test_remembered_traces
+
+        return q - k < test_remembered_traces.WIDTH
+
+    return keep, lambda: globals().update(WIDTH=6)
+
+
 def partial() -> Case:
     widths = [3]
     keep = functools.partial(lambda widths, b, h, q, k: q - k < widths[0], widths)
@@ -271,12 +301,16 @@ CASES = [
     *(array_of_a_tensor, text_of_a_tensor, branch_on_a_tensor, attribute_of_a_tensor),
     *(number_of_a_tensor_under_inference_mode, array, queue, iterator, cache, partial, clock),
     *(constructor_of_the_class_of_an_object, constructor_by_a_class_method),
+    *(missing_global, number_type, local_import),
 ]
 
 
 @pytest.fixture(autouse=True)
-def _width(monkeypatch: pytest.MonkeyPatch) -> None:
+def _restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(globals(), "WIDTH", 3)
+    yield
+    globals().pop("abs", None)
+    torch.set_default_dtype(torch.float32)
 
 
 def everywhere(keep: Callable[..., Any]) -> BlockMask:
@@ -372,7 +406,7 @@ def test_functions_that_draw_are_not_remembered() -> None:
 
 
 def test_functions_that_are_understood_are_remembered() -> None:
-    for case in (cell, default, attribute, list_element, tensor_in_place, partial):
+    for case in (cell, default, cell_of_a_nested_function, tensor_in_place, derived_tensor):
         keep, _ = case()
         block_mask = everywhere(keep)
         assert from_block_mask(block_mask) is from_block_mask(block_mask), case.__name__

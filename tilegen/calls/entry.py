@@ -48,7 +48,7 @@ def attend(
     try:
         if has_torch_function_variadic(q, k, v, kv_lengths):
             check_plain(q=q, k=k, v=v, kv_lengths=kv_lengths)
-        if mask is not None and not isinstance(mask, Mask):
+        if mask is not None and not (isinstance(mask, Mask) and mask.follows is None):
             mask = as_mask(mask)
         if is_watched(q):
             # Transforms raise an error of their own; dynamo cannot tell whether there are any.

@@ -18,11 +18,11 @@ from tilegen.calls.maxima import row_maxima
 from tilegen.errors import InvalidProblem
 from tilegen.launch.changes import Changes
 from tilegen.masks.blocks import Blocks
-from tilegen.masks.constructors import predicate
+from tilegen.masks.constructors import traced
 from tilegen.masks.made import is_traced
 from tilegen.masks.mask import Mask, Pending, full
 from tilegen.masks.score import Score
-from tilegen.masks.tracing.fingerprint import Traces
+from tilegen.masks.tracing.reads import Traces
 from tilegen.runtime.call import AXES, ScoreFunction, check_axes, score_of
 
 
@@ -84,8 +84,7 @@ def from_block_mask(block_mask: Any) -> Mask:
     if is_traced():
         listed = (block_mask.kv_num_blocks, block_mask.kv_indices, *(_whole(block_mask) or ()))
         return Pending(("blocks", listed, block_mask.BLOCK_SIZE, _inside(block_mask)))
-    reads = tuple(getattr(block_mask, name, None) for name in _READS)
-    return _converted_masks(block_mask, reads)
+    return _converted_masks(block_mask)
 
 
 _READS = (
@@ -114,10 +113,10 @@ def _whole(block_mask: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
 
 def _inside(block_mask: Any) -> Mask:
     fn = block_mask.mask_mod
-    return full() if fn is noop_mask else predicate(fn)
+    return full() if fn is noop_mask else traced(fn)
 
 
-_converted_masks = Traces(_converted, by_elements=True)
+_converted_masks = Traces(_converted, attributes=_READS)
 
 
 def _check_lengths(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> None:

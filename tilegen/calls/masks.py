@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tilegen.errors import InvalidProblem
-from tilegen.masks.constructors import from_bool, predicate
+from tilegen.masks.constructors import from_bool, traced
 from tilegen.masks.kinds import check_mask
 from tilegen.masks.made import is_traced
 from tilegen.masks.mask import Mask, Pending, causal
@@ -18,7 +18,7 @@ from tilegen.masks.notation import parse_mask
 from tilegen.masks.plain import check_plain
 from tilegen.masks.snapshots import TensorCache
 from tilegen.masks.tracing.constant import assume_constant_result
-from tilegen.masks.tracing.fingerprint import Traces
+from tilegen.masks.tracing.reads import Traces
 
 GivenMask = Mask | str | torch.Tensor | Callable[[Any, Any, Any, Any], Any]
 MAX_MASKS = 64
@@ -29,7 +29,7 @@ def as_mask(given: Any) -> Mask:
     """Return the mask of a function, a bool tensor, a text or PyTorch's causal bias. Raises
     InvalidProblem and Unsupported."""
     if isinstance(given, Mask):
-        return given
+        return given if given.follows is None or is_traced() else given.follows.now(given)
     if isinstance(given, str):
         return Pending(("notation", _notation(given))) if is_traced() else _of_text(given)
     if isinstance(given, torch.Tensor):
@@ -38,7 +38,7 @@ def as_mask(given: Any) -> Mask:
     if not callable(given):
         check_mask(given)
     check_called(given)
-    return predicate(given) if is_traced() else _traces(given)
+    return traced(given) if is_traced() else _traces(given)
 
 
 def causal_bias(given: Any) -> Mask | None:
@@ -96,4 +96,4 @@ def check_called(given: Any) -> None:
 
 # A mask of a bool tensor reads its elements at each call.
 _masks: TensorCache[Mask] = TensorCache(MAX_MASKS, elements=False)
-_traces = Traces(predicate)
+_traces = Traces(traced)

@@ -162,19 +162,34 @@ def predicate(fn: Callable[[Any, Any, Any, Any], Any]) -> Mask:
     """Return the mask of a Python function of (b, h, q_idx, kv_idx), as FlexAttention's `mask_mod`.
 
     It is traced once with symbols: operators, comparisons, `& | ~`, torch functions and captured
-    tensors; `if`, `and` and `or` cannot be. Raises Unsupported, naming what it cannot trace.
+    tensors; `if`, `and` and `or` cannot be. Attributes of objects that the function names are
+    looked up at each call. Raises Unsupported, naming what it cannot trace.
     """
     if is_traced():
         return Pending(("function", fn, "", ()))
-    return _traced(fn)
+    return _traced(fn, predicate)
 
 
-def _traced(fn: Callable[[Any, Any, Any, Any], Any]) -> Mask:
+def traced(fn: Callable[[Any, Any, Any, Any], Any]) -> Mask:
+    """Return the mask of a function for a call, which looks nothing up again."""
+    return Pending(("function", fn, "", ())) if is_traced() else _traced(fn, None)
+
+
+def _traced(fn: Callable[[Any, Any, Any, Any], Any], again: Callable[[Any], Mask] | None) -> Mask:
     from tilegen.masks.language.texts import to_text
-    from tilegen.masks.traced import mask_of_trace  # loads torch
-    from tilegen.masks.tracing.trace import trace_mask
+    from tilegen.masks.traced import general_mask, known_mask  # loads torch
+    from tilegen.masks.tracing.numbers import at_call, followed_numbers
+    from tilegen.masks.tracing.trace import followed, trace_mask
 
-    traced = trace_mask(fn)
-    # Tensors that the function makes are made again by the function alone.
-    text = "" if traced.makes_tensors else to_text(traced.expr)
-    return noted(mask_of_trace(traced), ("function", fn, text, traced.captured))
+    trace = trace_mask(fn)
+    text = "" if trace.makes_tensors else to_text(trace.expr)
+    how = ("function", fn, text, trace.captured)
+    if again is None:
+        # The function of a text stays alive by no mask.
+        how = ("function", None if text else fn, *how[2:])
+        general = at_call(fn, trace)
+        return noted(known_mask(trace) if general is trace else general_mask(general), how)
+    follows = followed(fn, trace, again)
+    if follows is not None:  # tensors that it looks up again are read by the function alone
+        return noted(known_mask(trace), ("function", fn, "", ()), follows)
+    return noted(known_mask(trace), how, followed_numbers(fn, trace, general_mask))

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.masks.form import CAUSAL, FULL, WINDOW, Condition, Form, Shape, Side, Window
-from tilegen.masks.made import is_traced, noted
+from tilegen.masks.made import follows_of, is_traced, noted
 from tilegen.masks.plain import plain_number
 from tilegen.masks.values import Alignment, Pair, Values, check_alignment, check_number, shown
 
@@ -37,6 +37,9 @@ class Mask:
     """The kind of the mask, such as causal, a window, or the `&` of masks."""
     args: tuple[Any, ...] = ()
     """Numbers, texts, alignments, grids, tables and masks."""
+    follows: ClassVar[Any] = None
+    """What `noted` keeps of functions that read objects: `follows.now(mask)` is the mask of a
+    call."""
 
     @classmethod
     def of(cls, form: Form, *args: Any) -> Mask:
@@ -310,7 +313,9 @@ def _limit(side: str, value: int | Values | None) -> int | Values | None:
 
 def intersect(*masks: Mask) -> Mask:
     """Return the `&` of masks, in canonical form."""
-    return _canonical("&", AND, tuple(part for part in masks if not part.is_full))
+    # A part that follows attributes may be full now, and another time not.
+    kept = (part for part in masks if not part.is_full or part.follows is not None)
+    return _canonical("&", AND, tuple(kept))
 
 
 def unite(*masks: Mask) -> Mask:
@@ -327,7 +332,11 @@ def _canonical(sign: str, join: Form, masks: tuple[Mask, ...]) -> Mask:
         return Pending((sign, masks))
     # Names are read from expressions, which cached calls do not load.
     mask: Mask = import_module("tilegen.masks.naming").canonical(Mask.of(join, *masks))
-    return noted(mask, (sign, masks)) if mask.values else mask
+    follows = follows_of(_JOINS[sign], masks)
+    return noted(mask, (sign, masks), follows) if mask.values or follows else mask
+
+
+_JOINS: dict[str, Callable[..., Mask]] = {"&": intersect, "|": unite, "~": Mask.inverted}
 
 
 def values_of(mask: Mask, within: Mask | None = None) -> Iterator[tuple[Values, Mask | None]]:
@@ -356,6 +365,20 @@ def with_values(mask: Mask, changed: Callable[[Values], Values]) -> Mask:
         else:
             args.append(argument)
     return Mask(mask.form, tuple(args))
+
+
+def with_tensors(mask: Mask, changed: Callable[[Any], Any]) -> Mask:
+    """Return a mask with each tensor that it reads replaced by `changed(tensor)`."""
+    recipes: dict[int, Any] = {}
+
+    def of_value(value: Values) -> Values:
+        if (recipe := value.recipe) is None:
+            return replace(value, tensor=changed(value.tensor))
+        if id(recipe) not in recipes:
+            recipes[id(recipe)] = replace(recipe, sources=tuple(map(changed, recipe.sources)))
+        return replace(value, recipe=recipes[id(recipe)])
+
+    return with_values(mask, of_value)
 
 
 def _joined(sign: str, join: Callable[..., Mask], mask: Mask, other: Any) -> Any:

@@ -69,7 +69,7 @@ def canonical(mask: Mask) -> Mask:
     structure = with_values(mask, lambda _: next(left))
     plan = _plans.get((structure, tuple(places)), lambda: _Names().canonical(structure))
     if not given:
-        return plan
+        return Mask(plan.form, plan.args)  # which keeps by itself how it was made
 
     def filled(ghost: Values) -> Values:
         own = given[ghost.part]

@@ -10,11 +10,11 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.masks.language.elements import ELEMENTS, kind_of
-from tilegen.masks.made import Chain, is_traced, made_once, noted
+from tilegen.masks.made import Chain, follows_of, is_traced, made_once, noted
 from tilegen.masks.plain import check_plain
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from tilegen.masks.language.expr import Expr
     from tilegen.masks.tracing.derived import Derived
+    from tilegen.masks.tracing.trace import Traced
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,9 @@ class Score:
     unused: tuple[torch.Tensor, ...] = field(default=(), repr=False)
     """Tensors that a function reads, and on which the result does not depend: their gradient is
     0."""
+    follows: ClassVar[Any] = None
+    """What `noted` keeps of functions that read objects: `follows.now(score)` is the score of a
+    call."""
 
     def _identity(self) -> tuple[object, ...]:
         return (self.text, *map(id, (*self.captured, self.sink_logits, *self.unused)))
@@ -162,7 +166,8 @@ class Score:
         """Return the score that applies `other` to this one's result; sinks stay as they are."""
         if is_traced():
             return Chain((self, other))  # type: ignore[return-value]
-        return noted(self._then(other), ("chain", Chain((self, other))))
+        follows = follows_of(Score.then, (self, other))
+        return noted(self._then(other), ("chain", Chain((self, other))), follows)
 
     def _then(self, other: Score) -> Score:
         from tilegen.masks.language.algebra import real
@@ -270,20 +275,31 @@ def sinks(logits: torch.Tensor) -> Score:
 def score(function: Callable[..., Any]) -> Score:
     """Trace `function(score, b, h, q_idx, kv_idx)`, FlexAttention's score_mod, as a score.
 
-    Tensors that the function derives from captured tensors are computed again at each call. Raises
-    Unsupported, naming a term that has no expression.
+    Tensors that the function derives from captured tensors are computed again at each call, and
+    attributes of objects that the function names are looked up again. Raises Unsupported, naming a
+    term that has no expression.
     """
+    from tilegen.masks.tracing.numbers import followed_numbers
+    from tilegen.masks.tracing.trace import followed, trace_score
+
     if is_traced():
         return Chain((function,))  # type: ignore[return-value]
-    return noted(traced(function), ("function", function))
+    trace = trace_score(function)
+    follows = followed(function, trace, score) or followed_numbers(function, trace, _of_trace)
+    return noted(_of_trace(trace), ("function", function), follows)
 
 
 def traced(function: Callable[..., Any]) -> Score:
-    """Trace a function as a score, and keep no reference to the function."""
-    from tilegen.masks.language.scores import text_of
+    """Trace a function as the score of a call, and keep no reference to the function."""
+    from tilegen.masks.tracing.numbers import at_call
     from tilegen.masks.tracing.trace import trace_score
 
-    traced_score = trace_score(function)
+    return _of_trace(at_call(function, trace_score(function)))
+
+
+def _of_trace(traced_score: Traced) -> Score:
+    from tilegen.masks.language.scores import text_of
+
     text = text_of(traced_score.expr)
     derived = (traced_score.derived,) if traced_score.makes_tensors else ()
     return Score(text, traced_score.captured, derived=derived, unused=traced_score.unused)

@@ -7,28 +7,68 @@ from typing import Any
 
 import torch
 
+from tilegen.bounded_cache import BoundedCache
 from tilegen.masks.comparison import comparison_of
 from tilegen.masks.form import Side
+from tilegen.masks.kinds import kind_of_mask
 from tilegen.masks.language.algebra import both, conjuncts
 from tilegen.masks.language.captured import kind_of_tensor, merge
 from tilegen.masks.language.expr import B, Expr, K, Q, slot_of
 from tilegen.masks.language.integers import combined, linear
 from tilegen.masks.language.rewriting import made, replaced
 from tilegen.masks.language.texts import to_text
-from tilegen.masks.mask import AND, Mask
+from tilegen.masks.mask import AND, Mask, with_tensors
 from tilegen.masks.naming import UNJUDGED, canonical, simplified
 from tilegen.masks.packed import of_ids
+from tilegen.masks.snapshots import TensorCache
 from tilegen.masks.tiles.spans import visit
 from tilegen.masks.tracing.derived import Derived
 from tilegen.masks.tracing.trace import Traced
 from tilegen.masks.usual import KEEP, predicate_of
 from tilegen.masks.values import Values, table
 
+MAX_KNOWN = 512
+"""Masks of functions that are kept."""
+
 
 def mask_of_text(text: str, captured: tuple[torch.Tensor, ...]) -> Mask:
     """Return the mask of a predicate's text over tensors, right for any elements they may have."""
     expr = predicate_of(text, tuple(map(kind_of_tensor, captured)))
     return mask_of_trace(Traced(expr, captured, (), Derived()), looks_at_tables=False)
+
+
+def known_mask(traced: Traced) -> Mask:
+    """Return the mask of a traced predicate, solved once for the same expression and tensors."""
+    if traced.makes_tensors:
+        return mask_of_trace(traced)
+    # Aliases: the cache must not keep the tensors alive.
+    aliases = replace(traced, captured=tuple(one.detach() for one in traced.captured))
+    known = _known.get(traced.expr, traced.captured, lambda: mask_of_trace(aliases))
+    mask = Mask(known.form, known.args)  # which keeps how it was made by itself
+    vars(mask).update(vars(known))
+    return mask
+
+
+_known: TensorCache[Mask] = TensorCache(MAX_KNOWN, elements=False)
+
+
+def general_mask(traced: Traced) -> Mask:
+    """Return the mask of a traced predicate with other tensors than before, solved once for the
+    same expression."""
+    places = {id(one): place for place, one in enumerate(traced.captured)}
+    key = (traced.expr, *((one.dtype, one.ndim, one.device) for one in traced.captured))
+    kept = _general.get(
+        key,
+        lambda: with_tensors(
+            mask_of_trace(traced, looks_at_tables=False), lambda one: places[id(one)]
+        ),
+    )
+    mask = with_tensors(kept, lambda place: traced.captured[place])
+    vars(mask)["_kind"] = kind_of_mask(kept)
+    return mask
+
+
+_general: BoundedCache[Any, Mask] = BoundedCache(MAX_KNOWN)
 
 
 def mask_of_trace(traced: Traced, *, looks_at_tables: bool = True) -> Mask:

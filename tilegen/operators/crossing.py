@@ -85,6 +85,8 @@ def _mask(mask: Any, encoded: Crossing) -> str:
         return f'["plain","{made[1]}",[]]'
     if how == "function":
         _, function, text, captured = made
+        if mask.follows is not None:  # which leads to another function in a copy
+            function = mask.follows.function
         if text:  # already traced outside of torch.compile
             return f'["keep","{text}",{encoded.places(captured)}]'
         from tilegen.masks.tracing.trace import trace_compiled
@@ -126,6 +128,8 @@ def _score(score: Any, encoded: Crossing) -> str:
         made = getattr(score, "_made", None)
         if made is not None and made[0] != "function":
             return _score(made[1], encoded)
+        if made is not None and score.follows is not None:
+            return _function(score.follows.function, encoded)
         if made is not None and score.derived:  # rebuilt from the function alone
             return _function(made[1], encoded)
         encoded.trained_places(score.unused)

@@ -22,7 +22,7 @@ from tilegen.masks.blocks import Blocks, Restriction
 from tilegen.masks.constructors import tree
 from tilegen.masks.dropout import Dropout
 from tilegen.masks.kinds import FULL_MASK, MaskKind, kind_of_mask
-from tilegen.masks.mask import Mask, intersect, unite, with_values
+from tilegen.masks.mask import Mask, intersect, unite, with_tensors, with_values
 from tilegen.masks.notation import parse_mask
 from tilegen.masks.packed import of_ids, packed
 from tilegen.masks.score import Score
@@ -87,11 +87,11 @@ def _filled_mask(spec: Any, tensors: Tensors, lengths: tuple[int, int]) -> Mask:
         return _of_blocks(spec, tensors, lengths)
     places = {id(tensor): _Place(i) for i, tensor in enumerate(tensors)}
     kept = _masks.get(
-        _key(spec, tensors), lambda: _reading(_mask(spec, tensors), lambda x: places[id(x)])
+        _key(spec, tensors), lambda: with_tensors(_mask(spec, tensors), lambda x: places[id(x)])
     )
     if not kept.values:
         return kept
-    mask = _reading(kept, lambda place: tensors[place.number])
+    mask = with_tensors(kept, lambda place: tensors[place.number])
     vars(mask)["_kind"] = kind_of_mask(kept)
     return mask
 
@@ -99,20 +99,6 @@ def _filled_mask(spec: Any, tensors: Tensors, lengths: tuple[int, int]) -> Mask:
 def _key(spec: Any, tensors: Tensors) -> Any:
     """Return the cache key of a specification and its tensors' dtypes, dimensions and devices."""
     return repr(spec), tuple((tensor.dtype, tensor.ndim, tensor.device) for tensor in tensors)
-
-
-def _reading(mask: Mask, changed: Callable[[Any], Any]) -> Mask:
-    """Return a mask with each tensor that it reads replaced by `changed(tensor)`."""
-    recipes: dict[int, Any] = {}
-
-    def of_value(value: Values) -> Values:
-        if (recipe := value.recipe) is None:
-            return replace(value, tensor=changed(value.tensor))
-        if id(recipe) not in recipes:
-            recipes[id(recipe)] = replace(recipe, sources=tuple(map(changed, recipe.sources)))
-        return replace(value, recipe=recipes[id(recipe)])
-
-    return with_values(mask, of_value)
 
 
 def _mask(spec: Any, tensors: Tensors) -> Mask:

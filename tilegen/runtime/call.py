@@ -25,7 +25,7 @@ from tilegen.masks.mask import Mask
 from tilegen.masks.plain import check_plain, plain_number
 from tilegen.masks.score import Score, ScoreForm
 from tilegen.masks.tensors import check_kv_lengths
-from tilegen.masks.tracing.fingerprint import Traces
+from tilegen.masks.tracing.reads import Traces
 from tilegen.problem import MIN_HEAD_DIM, AttentionProblem, DType
 
 DTYPES: dict[torch.dtype, DType] = {
@@ -43,10 +43,12 @@ ScoreFunction = Callable[..., Any]
 
 
 def score_of(score: Score | ScoreFunction | None) -> Score | None:
-    """Return a score, tracing functions. A trace is reused while the tensors it reads are the
-    same."""
-    if score is None or isinstance(score, Score):
-        return score and score.anew()
+    """Return the score of a call, tracing functions. A trace is reused while what the function
+    reads is the same."""
+    if score is None:
+        return None
+    if isinstance(score, Score):
+        return (score if score.follows is None else score.follows.now(score)).anew()
     scores.check_function(score)
     return _traces(score).anew()
 

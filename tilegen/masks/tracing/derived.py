@@ -6,7 +6,7 @@ call of a kernel. The elements of the traced call would be stale.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,11 +56,11 @@ class Derived:
         versions = [_version(one) for one in sources]
         result = function(*args, **kwargs)
         changed = {
-            _memory(one)
+            memory_of(one)
             for one, version in zip(sources, versions, strict=True)
             if (_changes(function, kwargs) if version is None else version != one._version)
         }
-        if changed and any(_memory(one) in changed for one in read):
+        if changed and any(memory_of(one) in changed for one in read):
             raise Unsupported(
                 f"expected {function.__name__} before the tensor that it changes is indexed by b, "
                 "h, q_idx or kv_idx, not behind; change a clone of it"
@@ -71,8 +71,8 @@ class Derived:
     def _note(self, step: _Step) -> None:
         if not (step.results or step.written):
             return
-        given = {_memory(one) for one in step.sources}
-        new = {_memory(one) for one in step.results} - given - self._own
+        given = {memory_of(one) for one in step.sources}
+        new = {memory_of(one) for one in step.results} - given - self._own
         self._own |= new
         step.written.update(new)
         self._steps.append(step)
@@ -80,14 +80,14 @@ class Derived:
         if is_made or not given <= self._own:
             self._derived |= step.written & self._own
         for result in step.results:
-            memory = _memory(result)
+            memory = memory_of(result)
             is_new = not any(result is source for source in step.sources)
             if is_new and memory not in self._own and (is_made or given != {memory}):
                 self._views.add(id(result))
 
     def made(self, tensor: torch.Tensor) -> bool:
         """Check whether the function derives a tensor from captured tensors."""
-        return id(tensor) in self._views or _memory(tensor) in self._derived
+        return id(tensor) in self._views or memory_of(tensor) in self._derived
 
     def recipe(self, tensor: torch.Tensor, dtype: torch.dtype) -> Recipe | None:
         """Return a recipe for making a tensor anew, in a dtype; None for a captured tensor."""
@@ -102,6 +102,13 @@ class Derived:
 
         return Recipe(make, tuple(sources))
 
+    def sources(self, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Yield the tensors that `tensors` are made of, which the function itself does not make."""
+        for tensor in tensors:
+            for source in self._needed(tensor)[1] if self.made(tensor) else (tensor,):
+                if memory_of(source) not in self._own:
+                    yield source
+
     def anew(self, tensor: torch.Tensor) -> torch.Tensor:
         """Compute a tensor again by its steps, differentiably."""
         return _run(self._needed(tensor)[0], tensor, {}) if self.made(tensor) else tensor
@@ -110,7 +117,7 @@ class Derived:
         """Return the steps that a tensor depends on, and the other tensors that they read."""
         steps: list[_Step] = []
         sources: list[torch.Tensor] = []
-        memory, ids = {_memory(tensor)} & self._derived, {id(tensor)}
+        memory, ids = {memory_of(tensor)} & self._derived, {id(tensor)}
         for step in reversed(self._steps):
             is_view = not ids.isdisjoint(map(id, step.results))
             if memory.isdisjoint(step.written) and not is_view:
@@ -119,7 +126,7 @@ class Derived:
             for source in step.sources:
                 if self.made(source):
                     ids.add(id(source))
-                    memory |= {_memory(source)} & self._derived
+                    memory |= {memory_of(source)} & self._derived
                 elif not any(source is one for one in sources):
                     sources.append(source)
         return steps[::-1], sources
@@ -148,7 +155,7 @@ def _replaced(value: Any, known: dict[int, torch.Tensor]) -> Any:
             return value
 
 
-def _memory(tensor: torch.Tensor) -> int:
+def memory_of(tensor: torch.Tensor) -> int:
     """Return a number of the memory that a tensor shares with its views."""
     storage: Any = tensor.untyped_storage()
     return storage._cdata

@@ -52,6 +52,8 @@ def _stand_in(value: Any, flat: bool) -> Any:
         return type(value)([_stand_in(one, flat) for one in value])
     if isinstance(value, torch.dtype) or not hasattr(value, "dtype"):
         return value
+    if getattr(value, "is_number", False):
+        return 1.0 if value.dtype.is_floating_point else 1
     return _ones(value.dtype, 0 if flat else len(value.shape))
 
 

@@ -24,7 +24,7 @@ from tilegen.masks.made import is_traced
 from tilegen.masks.plain import check_plain
 from tilegen.masks.tracing.constant import assume_constant_result
 from tilegen.masks.tracing.derived import Derived
-from tilegen.masks.tracing.fingerprint import looked
+from tilegen.masks.tracing.reads import looked
 from tilegen.masks.tracing.stand_ins import Table
 from tilegen.masks.tracing.tracer import MAX_ELEMENTS, Tracer, refusal
 
@@ -37,6 +37,8 @@ _METADATA = frozenset(
     "get_device data_ptr storage_offset is_inference __hash__ __get__ __len__".split()
 )
 """Methods that read no element."""
+_NUMBERS = ((int, torch.SymInt, torch.int64), (float, torch.SymFloat, torch.float64))
+"""Kinds of numbers, the variables that torch.compile makes of them, and what holds their values."""
 _DRAWS = ("rand", "normal_", "bernoulli_", "multinomial_", "poisson_", "uniform_")
 """Prefixes of the names of functions that draw random numbers; `_` is appended to each name."""
 
@@ -45,10 +47,12 @@ class Mode(TorchFunctionMode):
     """A function's side of a trace. Values are tensors without elements, known by identity, which
     the tracer knows by number."""
 
-    def __init__(self, number: int, *, is_score: bool) -> None:
-        """`number` is that of the trace, which begins with the function's arguments."""
+    def __init__(self, number: int, *, is_score: bool, keeps_sizes: bool = False) -> None:
+        """`number` is that of the trace, which begins with the function's arguments. With
+        `keeps_sizes` sizes that torch.compile made variables of stay variables."""
         super().__init__()
         self.number = number
+        self.keeps_sizes = keeps_sizes
         self.values: list[torch.Tensor] = []
         self.captured: list[torch.Tensor] = []
         """The tensors that the function reads, by their slot in the tracer."""
@@ -137,8 +141,15 @@ class Mode(TorchFunctionMode):
             return ("slice", self.told((value.start, value.stop, value.step))[1])
         if isinstance(value, np.generic):
             return ("constant", value.item())
-        # torch.compile may have made variables of numbers, and makes constants of them here.
-        if isinstance(value, int) and not isinstance(value, bool):
+        if isinstance(value, bool):
+            return ("constant", value)
+        # torch.compile may have made variables of sizes, and of numbers made of these.
+        for number, symbolic, dtype in _NUMBERS:
+            if isinstance(value, (number, symbolic)) and self.keeps_sizes and not _is_fixed(value):
+                given: Any = value
+                self.captured.append(torch.full((), given, dtype=dtype))
+                return ("number", len(self.captured) - 1, dtype)
+        if isinstance(value, (int, torch.SymInt)):
             value = index(value)
         elif isinstance(value, float):
             value = value.__float__()
@@ -168,11 +179,20 @@ class Mode(TorchFunctionMode):
         return False
 
 
-def call(fn: Callable[..., Any], *, is_score: bool) -> tuple[int, Mode, Any]:
+def _is_fixed(value: Any) -> bool:
+    """Check whether torch.compile knows a number, which is not made of a size that varies."""
+    from torch.fx.experimental.symbolic_shapes import has_static_value
+
+    return has_static_value(value)
+
+
+def call(
+    fn: Callable[..., Any], *, is_score: bool, keeps_sizes: bool = False
+) -> tuple[int, Mode, Any]:
     """Call a function under a mode. Return the number of the trace, the mode, and the result in
     the tracer's form. Raises Unsupported."""
     number = _started(is_score)
-    mode = Mode(number, is_score=is_score)
+    mode = Mode(number, is_score=is_score, keeps_sizes=keeps_sizes)
     arguments = list(mode.values)
     with mode:
         try:
@@ -270,6 +290,8 @@ def actual(tracer: Tracer, told: Any) -> Any:
             return tracer.values[number]
         case "table", slot, dtype, sizes:
             return Table(slot, dtype, sizes)
+        case "number", slot, dtype:
+            return Table(slot, dtype, (), is_number=True)
         case ("tuple" | "list" | "slice") as kind, parts:
             made = [actual(tracer, part) for part in parts]
             return slice(*made) if kind == "slice" else tuple(made) if kind == "tuple" else made

@@ -65,6 +65,8 @@ class Table:
     sizes: tuple[int, ...]
     index: tuple[Any, ...] = ()
     """The expressions of the indices given so far."""
+    is_number: bool = False
+    """Whether it is a number of Python, which changes no dtype of its kind."""
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -10,9 +10,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
 from tilegen.errors import InvalidProblem, TilegenError, Unsupported
 from tilegen.masks.language.algebra import both, either, opposite
@@ -22,9 +24,11 @@ from tilegen.masks.language.expr import Expr, captured_slots
 from tilegen.masks.language.rewriting import renamed, replaced
 from tilegen.masks.language.scores import in_single, merged, text_of
 from tilegen.masks.language.texts import to_text
+from tilegen.masks.made import OfFunction, never
 from tilegen.masks.tracing.constant import assume_constant_result
 from tilegen.masks.tracing.derived import Derived
 from tilegen.masks.tracing.mode import actual, call, finished
+from tilegen.masks.tracing.reads import Reads, holds
 from tilegen.masks.tracing.tracer import Tracer
 
 MAX_CHOICES = 8
@@ -68,14 +72,37 @@ def trace_score(fn: Callable[..., Any]) -> Traced:
     return _traced(fn, "(score, b, h, q_idx, kv_idx)", is_score=True)
 
 
+def followed(
+    fn: Callable[..., Any], traced: Traced, make: Callable[[Any], Any]
+) -> OfFunction | None:
+    """Return the function, which `make(fn)` follows, if it reads attributes of objects; else
+    None."""
+    reads = Reads(fn)
+    if reads.are_known:
+        return None
+    places = reads.attributes(traced.derived.sources((*traced.captured, *traced.unused)))
+    if places == ():
+        return None
+    return OfFunction(fn, make, never if places is None else partial(holds, places))
+
+
 def trace_compiled(
     fn: Callable[..., Any], *, is_score: bool
 ) -> tuple[str, list[torch.Tensor], list[torch.Tensor]]:
     """Trace a function while torch.compile traces its caller. Return the text of the expression,
     the tensors of the graph that it reads, and those without effect on the result. Raises
     Unsupported."""
-    number, mode, told = call(fn, is_score=is_score)
-    answer = _text(number, told, is_score)
+    # Where a size must be known, as in `q ** n`, torch.compile fixes it.
+    for keeps_sizes in (is_compiling(), False):
+        try:
+            number, mode, told = call(fn, is_score=is_score, keeps_sizes=keeps_sizes)
+        except Unsupported:
+            if keeps_sizes:
+                continue
+            raise
+        answer = _text(number, told, is_score)
+        if not isinstance(answer, str):
+            break
     if isinstance(answer, str):
         raise Unsupported(answer)
     text, slots, unused = answer

@@ -106,7 +106,8 @@ class Tracer:
         if not args and name != "where":
             kwargs = dict(kwargs)
             args = (kwargs.pop("input", None),)
-        name = name.strip("_") if name.startswith("__") else name
+        if name.startswith("__") or getattr(function, "__module__", "") == "_operator":
+            name = name.strip("_")  # operator.and_ is that of `&`
         in_place, reflected = name[:1] == "i" and name[1:], name[:1] == "r" and name[1:]
         if name not in OPERATIONS and in_place in OPERATIONS:  # `x &= y` is __iand__ of x
             return self._in_place(in_place, getattr(torch.Tensor, f"__{in_place}__"), args, kwargs)
