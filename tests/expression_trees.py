@@ -25,6 +25,7 @@ from tilegen.masks.language.algebra import (
 from tilegen.masks.language.evaluation import evaluate
 from tilegen.masks.language.expr import SEQLEN_KV, B, Expr, H, K, Q, S
 from tilegen.masks.language.functions import elementary, power, sign
+from tilegen.masks.language.remainders import remainder
 
 BATCH, HEADS, SEQLEN = 2, 3, 5
 B_IDX, H_IDX, Q_IDX, K_IDX = (
@@ -87,7 +88,7 @@ def integer(random: Random, depth: int) -> Expr:
             lambda: left - other,
             lambda: left * positive,
             lambda: left // random.choice([-positive, positive]),
-            lambda: left % random.choice([-positive, positive]),
+            lambda: remainder(left, random.choice([-positive, positive])),
             lambda: maximum(left, other),
             lambda: abs(left),
             lambda: where(condition(random, depth - 1), left, other),

@@ -3,6 +3,7 @@ not at all. PyTorch itself, called with indices of all pairs, says what each mea
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,7 @@ OTHERS = torch.tensor([0] * 35 + [1] * 5 + [2] * 50)
 DOUBLES_RISING = DOUBLES.sort().values
 SMALL = torch.rand(LONGEST, generator=_random, dtype=torch.float64)
 NUMBER = torch.tensor(7)
+FEW = torch.tensor([0, 2, 21, 40])
 STEPS = torch.arange(LONGEST) // 15 / 10
 TIMES = STAMPS.sort().values
 WEIGHTS_RISING = WEIGHTS.sort().values
@@ -141,6 +143,13 @@ MASKS: dict[str, Callable[[Any, Any, Any, Any], Any]] = {
     "picked": lambda b, h, q, k: (PICKED[q] == (k // 10).unsqueeze(-1)).any(-1),
     "all of a row": lambda b, h, q, k: (PICKED[q] <= PICKED[k]).all(dim=-1),
     "sum of a row": lambda b, h, q, k: PICKED[q].sum(-1) >= PICKED[k].sum(-1),
+    # Small tables.
+    "among a few": lambda b, h, q, k: torch.isin((k - q).abs(), FEW) | (k < h),
+    "close": lambda b, h, q, k: torch.isclose(WEIGHTS[q], WEIGHTS[k], rtol=0.3, atol=0.1),
+    "between edges": lambda b, h, q, k: (
+        torch.bucketize(k, FEW) == torch.searchsorted(FEW, q, right=True)
+    ),
+    "any of a few": lambda b, h, q, k: (q - k == FEW).any() | ((k >= FEW).sum() == 2),
     # What tiles are solved from, in users' words.
     "ids": lambda b, h, q, k: (IDS[q] == IDS[k]) & (IDS[q] >= 1),
     "documents": lambda b, h, q, k: (
@@ -165,6 +174,7 @@ SCORES: dict[str, Callable[[Any, Any, Any, Any, Any], Any]] = {
     "dot": lambda s, b, h, q, k: s + torch.dot(ROWS[b, h, q], ROWS[b, 0, k]),
     "row sum": lambda s, b, h, q, k: s + (ROWS[b, h, q] * PICKED[k].sum(-1)).sum(-1) / 20,
     "row any": lambda s, b, h, q, k: torch.where((PICKED[q] == PICKED[k]).any(-1), s, s - 1),
+    "buckets": lambda s, b, h, q, k: s + WEIGHTS[torch.bucketize(q - k, FEW, right=True)],
     "nothing": lambda s, b, h, q, k: 0 * s,
     "constant": lambda s, b, h, q, k: 1.5,
     "head": lambda s, b, h, q, k: -1.0 * h,
@@ -190,4 +200,6 @@ def pairs(mask: Callable[[Any, Any, Any, Any], Any]) -> torch.Tensor:
         (0, None, None, None),
     )
     sizes = (BATCH, HEADS, SEQLEN_Q, SEQLEN_KV)
-    return every(*map(torch.arange, sizes)).expand(sizes).detach()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "There is a performance drop")  # of torch.isin by vmap
+        return every(*map(torch.arange, sizes)).expand(sizes).detach()

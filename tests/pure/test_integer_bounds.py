@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 from random import Random
 from typing import Any
@@ -11,14 +12,15 @@ import torch
 
 from tests.expression_trees import integer, t1
 from tilegen.masks.language.algebra import as_expr, cast, where
+from tilegen.masks.language.bounds import Interval, Ranges
 from tilegen.masks.language.elements import BOUNDS
 from tilegen.masks.language.evaluation import points
 from tilegen.masks.language.expr import SEQLEN_KV, B, Expr, H, K, Q
 from tilegen.masks.language.functions import bits
 from tilegen.masks.language.integer_bounds import Sizes
 from tilegen.masks.language.integers import BITS, bits_of
-from tilegen.masks.language.limits import LARGEST
-from tilegen.masks.language.value_bounds import Interval, intervals, tile_bounds
+from tilegen.masks.language.limits import LARGEST, bounded, limits
+from tilegen.masks.language.value_bounds import intervals, tile_bounds
 
 CPU = torch.device("cpu")
 
@@ -44,6 +46,32 @@ def test_bits_of_tiles(name: str) -> None:
 def _all(name: str, left: list[int], right: list[int]) -> list[int]:
     every = product(range(left[0], left[1] + 1), range(right[0], min(right[1], right[0] + 20) + 1))
     return [bits_of(name, a, b) for a, b in every]
+
+
+RULES: dict[str, Any] = {
+    "mul": lambda a, b: a * b,
+    "floordiv": lambda a, b: a // b if b else a,
+    "mod": lambda a, b: a % b if b else 0,
+    **{name: partial(bits_of, name) for name in BITS},
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rules_over_numbers_of_python(name: str) -> None:
+    """Ends of both signs, some of them infinite: every value lies within, and some are reached."""
+    random, ranges, reached = Random(1), Ranges(), 0
+    rule = partial(ranges.bits, name) if name in BITS else getattr(ranges, name)
+    for _ in range(400):
+        ends = [sorted(random.randint(-20, 40) for _ in range(2)) for _ in range(2)]
+        some = [range(low, high + 1) for low, high in ends]
+        values = [RULES[name](a, b) for a, b in product(*some)]
+        low, high = rule(*(Interval(*pair) for pair in ends))
+        assert low <= min(values) <= max(values) <= high, ends
+        reached += low == min(values)
+        open_ends = [Interval(low, random.choice([high, 2**1024])) for low, high in ends]
+        low, high = rule(*open_ends)
+        assert low <= min(values) <= max(values) <= high, open_ends
+    assert reached > 20
 
 
 def test_unbounded_values_stay_unbounded() -> None:
@@ -82,6 +110,8 @@ def test_integer_formulas(seed: int) -> None:
     known: dict[Any, tuple[int, int]] = {B: (0, 1), H: (0, 2), Q: (0, 11), K: (0, 11)}
     known |= {SEQLEN_KV: (12, 12), 1: (-2, 2)}
     known |= {2: (0, 1)}
+    for low, high in (limits(expr), bounded(expr, 12)):
+        assert low <= int(values.min()) <= int(values.max()) <= high
     low, high = Sizes(known, set()).bounds(expr)
     assert low <= int(values.min()) <= int(values.max()) <= high
     tile = {

@@ -324,11 +324,11 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "math": (lambda b, h, q, k: math.exp(q) > k, r"float\(q\)"),
     "loop": (lambda b, h, q, k: [x for x in q][0] > 1, "loops"),  # noqa: RUF015
     "list": (lambda b, h, q, k: [1, 2, 3][q] > k, r"list indices"),
-    "unknown_function": (lambda b, h, q, k: torch.lgamma(q) > 0.5, "got lgamma"),
-    "unknown_method": (lambda b, h, q, k: q.cumsum(0) > k, "got cumsum"),
+    "unknown_function": (lambda b, h, q, k: torch.lgamma(q) > 0.5, r"got torch\.lgamma"),
+    "unknown_method": (lambda b, h, q, k: q.cumsum(0) > k, r"got torch\.Tensor\.cumsum"),
     "reduction": (lambda b, h, q, k: torch.max(q, dim=0) > k, "elementwise max"),
     "item": (lambda b, h, q, k: q.item() > k, "item; a captured 0-dimensional"),
-    "unindexed": (lambda b, h, q, k: q == DOCUMENTS, r"shape \(13,\) to be indexed"),
+    "unindexed": (lambda b, h, q, k: q == DOCUMENTS, r"one value, got \(13,\); index the tensor"),
     "too_few_indices": (lambda b, h, q, k: LAYOUT[b, q], r"expected 3 indices.*got 2"),
     "rows_compared": (lambda b, h, q, k: LAYOUT[b, q] > 3, r"expected one value, got \(\d+,\)"),
     "too_many_indices": (lambda b, h, q, k: DOCUMENTS[q, k] > 3, r"expected 1 indices.*got 2"),
@@ -347,7 +347,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "text": (lambda b, h, q, k: "causal", "got 'causal'"),
     "complex": (lambda b, h, q, k: (q + 1j) == k, "a number or an expression, got 1j"),
     "new_shape": (lambda b, h, q, k: q.new_ones((3,)) > k, r"shape \(\), got \(3,\)"),
-    "softmax": (lambda b, h, q, k: torch.softmax(q, 0) > k, "got softmax"),
+    "softmax": (lambda b, h, q, k: torch.softmax(q, 0) > k, r"got torch\.softmax"),
     "float_in_place": (lambda b, h, q, k: q.div_(2) > 3, "in place to give a torch.int64"),
     "signature": (lambda b, h: b == h, r"function of \(b, h, q_idx, kv_idx\)"),
 }

@@ -39,11 +39,14 @@ def hidden(x: Any) -> Any:
 REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     ".mT": (lambda b, h, q, k: PICKED[q][None].mT[0, 0] > k, r"without \.mT of traced"),
     ".data": (lambda b, h, q, k: q.data > k, r"without \.data of traced"),
-    "set": (lambda b, h, q, k: hidden(q) > k, "got set"),
-    "setitem": (lambda b, h, q, k: PICKED.__setitem__(q, 3) > k, "got setitem"),
+    "set": (lambda b, h, q, k: hidden(q) > k, r"got torch\.Tensor\.data\.__set__;"),
+    "setitem": (
+        lambda b, h, q, k: PICKED.__setitem__(q, 3) > k,
+        r"got torch\.Tensor\.__setitem__;",
+    ),
     "range": (lambda b, h, q, k: PICKED[q:k] > 3, r"slice"),
-    "tolist": (lambda b, h, q, k: q.tolist() > k, "got tolist"),
-    "numpy": (lambda b, h, q, k: q.numpy() > k, "got numpy"),
+    "tolist": (lambda b, h, q, k: q.tolist() > k, r"got torch\.Tensor\.tolist;"),
+    "numpy": (lambda b, h, q, k: q.numpy() > k, r"got torch\.Tensor\.numpy;"),
     "shapes": (
         lambda b, h, q, k: (PICKED[q] == BOUNDS[h]).any(),
         r"broadcast in eq.*\(3,\), \(2,\)",
@@ -52,9 +55,12 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "dimensions": (lambda b, h, q, k: PICKED[q].unsqueeze(4).any(), "expected unsqueeze of the 1"),
     "beyond": (lambda b, h, q, k: (PICKED[q] + 1)[3] > 2, "constant indices"),
     "an index of rows": (lambda b, h, q, k: (PICKED[q] + 1)[k] > 2, "constant indices"),
-    "a table in place": (lambda b, h, q, k: TABLE.add_(q) > k, "to be indexed"),
+    "a table in place": (lambda b, h, q, k: TABLE.add_(q) > k, "in place"),
     "rows in place": (lambda b, h, q, k: PICKED[q].add_(1).any(), "in place"),
-    "a tensor of values": (lambda b, h, q, k: torch.stack([q, k]).any(), "got stack; write"),
+    "a tensor of values": (
+        lambda b, h, q, k: torch.stack([q, k]).any(),
+        r"got torch\.stack; write",
+    ),
     "in": (lambda b, h, q, k: q in PICKED, "without"),
 }
 

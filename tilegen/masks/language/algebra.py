@@ -4,7 +4,7 @@ may be Python numbers, and have any dtypes: they are promoted as PyTorch promote
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
 from typing import Any
 
@@ -27,6 +27,9 @@ from tilegen.masks.language.expr import (
 from tilegen.masks.language.floats import is_converted
 from tilegen.masks.language.limits import limits
 from tilegen.masks.language.quotients import quotient
+
+FEW = 16
+"""Most floats that are added from left to right."""
 
 
 def as_expr(value: Any) -> Expr:
@@ -136,6 +139,15 @@ def multiply(*values: Any) -> Expr:
     """Return a product; of floats, computed from left to right."""
     factors = promoted(*values)
     return integers.product(factors) if factors[0].is_int else reduce(floats.multiply, factors)
+
+
+def in_halves(function: Callable[..., Expr], values: Sequence[Any]) -> Expr:
+    """Return the sum or product of many numbers; of floats, each half by itself, so that the
+    expression nests little."""
+    if len(values) <= FEW or promoted(*values)[0].is_int:
+        return function(*values)
+    half = len(values) // 2
+    return function(in_halves(function, values[:half]), in_halves(function, values[half:]))
 
 
 def divide(left: Any, right: Any) -> Expr:

@@ -13,6 +13,7 @@ from tilegen.masks.language.algebra import (
     divide,
     equal,
     extreme,
+    in_halves,
     less,
     multiply,
     negative,
@@ -33,7 +34,7 @@ def derivatives(expr: Expr, leaves: Sequence[Expr]) -> list[Expr]:
     for node in reversed(order):
         if (given := parts.get(node)) is None:
             continue
-        total = add(*given)
+        total = in_halves(add, given)
         if node in leaves:
             gradients[node] = merged(total)
             continue

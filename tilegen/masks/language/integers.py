@@ -6,12 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from math import gcd
 
+from tilegen.masks.language.bounds import MAX_SHIFT, Ranges
 from tilegen.masks.language.elements import BOUNDS
 from tilegen.masks.language.expr import FALSE, ONE, TRUE, ZERO, Expr, const, order
 from tilegen.masks.language.limits import MAX_LENGTH, bounded, limits
 
-MAX_SHIFT = 63
-"""Largest shift of 64-bit integers whose result differs from the result of larger shifts."""
 BITS = {"bitand": "&", "bitor": "|", "bitxor": "^", "shl": "<<", "shr": ">>"}
 """Operations on the bits of two integers, with their operators in Python and Triton."""
 
@@ -211,19 +210,8 @@ def bits(op: str, left: Expr, right: Expr) -> Expr:
 
 
 def bits_of(op: str, left: int, right: int) -> int:
-    """Compute an operation on the bits of two integers."""
-    match op:
-        case "bitand":
-            return left & right
-        case "bitor":
-            return left | right
-        case "bitxor":
-            return left ^ right
-        case "shl":
-            wide = left << right if 0 <= right <= MAX_SHIFT else 0
-            return (wide + 2**63) % 2**64 - 2**63
-        case _:
-            return left >> (right if 0 <= right <= MAX_SHIFT else MAX_SHIFT)
+    """Compute an operation on the bits of two integers of 64 bits."""
+    return (Ranges.bits_of(op, left, right) + 2**63) % 2**64 - 2**63
 
 
 def compared(op: str, left: Expr, right: Expr) -> Expr:

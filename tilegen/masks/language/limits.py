@@ -3,17 +3,13 @@ comparisons, and show which floats are exact."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
-from itertools import product
+from collections.abc import Callable
+from functools import reduce
 
+from tilegen.masks.language.bounds import MAX_SHIFT, Interval, Ranges, increasing, single
 from tilegen.masks.language.elements import BOUNDS
-from tilegen.masks.language.expr import FIRST, LAST, SEQLEN_KV, SEQLEN_Q, B, Expr, H, K, Q
+from tilegen.masks.language.expr import SEQLEN_KV, SEQLEN_Q, Expr
 
-Ends = tuple[float, float]
-"""Smallest and largest value: integers, or infinite."""
-
-ANYTHING: Ends = (-math.inf, math.inf)
 LARGEST = 2**62
 """Largest integer that is bounded: beyond it sums and products may wrap around."""
 MAX_LENGTH = 2**28
@@ -21,104 +17,78 @@ MAX_LENGTH = 2**28
 LENGTH = 2**22
 """Longest sequence for which floats of positions are taken for exact: PyTorch rounds them at
 2**24."""
-_OF_KIND: dict[str, Ends] = {"bool": (0, 1), "natural": (0, BOUNDS["int32"][1])}
+_INFINITE = 2**1024
+"""The end of a range that has none: a number, with which rules compute as with others."""
+_HUGE = 2**512
+"""Bound of ends that stand for none: rules change them by factors far smaller."""
+ANYTHING = Interval(-_INFINITE, _INFINITE)
+_OF_KIND: dict[str, Interval] = {
+    "bool": Interval(0, 1),
+    "natural": Interval(0, BOUNDS["int32"][1]),
+    **{kind: Interval(*ends) for kind, ends in BOUNDS.items()},
+}
+_RANGES = Ranges()
 
 
-def limits(expr: Expr) -> Ends:
+def limits(expr: Expr) -> Interval:
     """Return the smallest and the largest value of an integer, for sequences of any length."""
     if expr.limits is None:
-        ends = _limits(expr)
-        if any(LARGEST < abs(end) < math.inf for end in ends):
-            ends = ANYTHING  # it may wrap around
-        object.__setattr__(expr, "limits", ends)
-    known: Ends = expr.limits
+        least = int(expr in (SEQLEN_Q, SEQLEN_KV))
+        object.__setattr__(expr, "limits", _range(expr, limits, Interval(least, _INFINITE)))
+    known: Interval = expr.limits
     return known
 
 
-def _limits(expr: Expr) -> Ends:
+def bounded(expr: Expr, length: int = LENGTH) -> Interval:
+    """Return the smallest and the largest value of an integer, for sequences of up to `length`."""
+    known: dict[Expr, Interval] = {}
+
+    def of(part: Expr) -> Interval:
+        if part not in known:
+            known[part] = _range(part, of, Interval(0, length))
+        return known[part]
+
+    return of(expr)
+
+
+def _range(expr: Expr, of: Callable[[Expr], Interval], symbol: Interval) -> Interval:
+    """Return the range of an integer, from those of its arguments and of symbols."""
     match expr.op:
         case "const":
-            return expr.value, expr.value
+            return _held(single(expr.value))
         case "symbol":
-            return (1 if expr in (SEQLEN_Q, SEQLEN_KV) else 0), math.inf
+            return symbol
         case "load":
-            return _OF_KIND.get(expr.value[1], BOUNDS.get(expr.dtype, ANYTHING))
+            return _OF_KIND.get(expr.value[1], _OF_KIND.get(expr.dtype, ANYTHING))
         case "cast":
-            return BOUNDS.get(expr.dtype, ANYTHING)
-        case "where":
-            return _hull(map(limits, expr.args[1:]))
+            return _OF_KIND.get(expr.dtype, ANYTHING)
         case "sign":
-            return -1, 1
-        case _:
-            return _of_ends(expr, [limits(arg) for arg in expr.args])
-
-
-def _of_ends(expr: Expr, ends: list[Ends]) -> Ends:
-    match expr.op:
-        case "add":
-            return sum(low for low, _ in ends), sum(high for _, high in ends)
-        case "mul" | "power":
-            total = ends[0]
-            for factor in ends[1:] if expr.op == "mul" else ends * (expr.value - 1):
-                values = [_times(a, b) for a, b in product(total, factor)]
-                total = min(values), max(values)
-            is_even = expr.op == "power" and expr.value % 2 == 0
-            return (max(0, total[0]), total[1]) if is_even else total
-        case "max":
-            return max(low for low, _ in ends), max(high for _, high in ends)
-        case "min":
-            return min(low for low, _ in ends), min(high for _, high in ends)
+            return Interval(-1, 1)
+        case "where":
+            return _RANGES.hull([end for arg in expr.args[1:] for end in of(arg)])
         case "abs":
-            low, high = ends[0]
-            return max(0, low, -high), max(-low, high)
-        case "floordiv":
-            (low, high), (least, most) = ends
-            if 0 < least == most < math.inf:
-                return _divided(low, least), _divided(high, least)
-            return (0, high) if low >= 0 and least >= 0 else ANYTHING
-        case "mod":
-            (low, high), (least, most) = ends
-            if least < 0:
-                return ANYTHING
-            return 0, min(max(most - 1, 0), high if low >= 0 else math.inf)
-        case "bitand" if ends[0][0] >= 0 or ends[1][0] >= 0:
-            return 0, min(high for low, high in ends if low >= 0)
-        case "bitor" | "bitxor" | "shr" if ends[0][0] >= 0 and ends[1][0] >= 0:
-            if expr.op == "shr":
-                return 0, ends[0][1]
-            most = max(ends[0][1], ends[1][1])
-            return 0, most if math.isinf(most) else 2 ** int(most).bit_length() - 1
+            return _held(_RANGES.abs(of(expr.args[0])))
+        case "power" if expr.value <= MAX_SHIFT:
+            return _held(_RANGES.power(of(expr.args[0]), expr.value))
+        case "mul":
+            return reduce(lambda left, right: _held(_RANGES.mul(left, right)), map(of, expr.args))
+        case "add":
+            return _held(increasing(lambda *ends: sum(ends), *map(of, expr.args)))
+        case "max" | "min":
+            return increasing(max if expr.op == "max" else min, *map(of, expr.args))
+        case "floordiv" | "mod":
+            return _held(getattr(_RANGES, expr.op)(*map(of, expr.args)))
+        case "bitand" | "bitor" | "bitxor" | "shr":  # bits that are shifted left wrap around
+            return _held(_RANGES.bits(expr.op, *map(of, expr.args)))
         case _:
             return ANYTHING
 
 
-def _divided(end: float, by: float) -> float:
-    return end if math.isinf(end) else end // by
-
-
-def _times(a: float, b: float) -> float:
-    return 0 if a == 0 or b == 0 else a * b
-
-
-def _hull(ends: Iterable[Ends]) -> Ends:
-    lows, highs = zip(*ends, strict=True)
-    return min(lows), max(highs)
-
-
-def bounded(expr: Expr, length: int = LENGTH) -> Ends:
-    """Return the smallest and the largest value of an integer, for sequences of up to `length`."""
-    return _bounded(expr, length, {})
-
-
-def _bounded(expr: Expr, length: int, known: dict[Expr, Ends]) -> Ends:
-    if expr not in known:
-        if expr in (B, H, Q, K, FIRST, LAST, SEQLEN_Q, SEQLEN_KV):
-            ends: Ends = (0, length)
-        elif expr.op in ("const", "symbol", "load", "cast", "sign"):
-            ends = limits(expr)
-        elif expr.op == "where":
-            ends = _hull([_bounded(arg, length, known) for arg in expr.args[1:]])
-        else:
-            ends = _of_ends(expr, [_bounded(arg, length, known) for arg in expr.args])
-        known[expr] = ends
-    return known[expr]
+def _held(ends: Interval) -> Interval:
+    """Return the range of a number that may wrap around beyond LARGEST."""
+    if ends.lo >= -LARGEST and ends.hi <= LARGEST:
+        return ends
+    lo = ends.lo if ends.lo > -_HUGE else -_INFINITE
+    hi = ends.hi if ends.hi < _HUGE else _INFINITE
+    wraps = any(LARGEST < abs(end) < _INFINITE for end in (lo, hi)) or lo > LARGEST
+    return ANYTHING if wraps else Interval(lo, hi)

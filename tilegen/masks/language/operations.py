@@ -31,6 +31,7 @@ from tilegen.masks.language.algebra import (
     multiply,
     negative,
     number,
+    number_of,
     opposite,
     subtract,
     where,
@@ -157,6 +158,26 @@ def relu(input: Any, inplace: bool = False) -> Any:
     """Return x, or 0 where it is not positive; PyTorch gives 0 the derivative 0."""
     x = number(input)
     return where(at_most(x, 0), 0, x)
+
+
+def isclose(
+    input: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False
+) -> Any:
+    """Return |input - other| <= atol + |rtol other|, each step rounded to the dtype of the two, and
+    integers computed with as single floats."""
+    left, right = number(input), number(other)
+    dtype = "float32" if left.is_int else left.dtype
+
+    def allowed(value: Any) -> Expr:
+        return cast(value, dtype)
+
+    room = absolute(allowed(multiply(number_of(rtol, dtype), allowed(right))))
+    error = absolute(allowed(subtract(allowed(left), allowed(right))))
+    near = at_most(error, allowed(add(number_of(atol, dtype), room)))
+    is_close = either(equal(left, right), both(less(error, math.inf), near))
+    if not equal_nan or left.is_int:
+        return is_close
+    return either(is_close, both(opposite(equal(left, left)), opposite(equal(right, right))))
 
 
 def softplus(input: Any, beta: float = 1, threshold: float = 20) -> Any:
@@ -286,6 +307,7 @@ _OTHER: dict[str, Callable[..., Any]] = {
     "clamp clip": clamp,
     "clamp_min": lambda input, min: clamp(input, min),
     "clamp_max": lambda input, max: clamp(input, None, max),
+    "isclose": isclose,
     "relu": relu,
     "softplus": softplus,
     "log_sigmoid logsigmoid": log_sigmoid,

@@ -7,13 +7,14 @@ of the tile may be: the truth of what depends on it stays open.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any
 
 import torch
 
+from tilegen.masks.language.bounds import Interval, Ranges, increasing, single
 from tilegen.masks.language.elements import BOUNDS
 from tilegen.masks.language.evaluation import (
     Domain,
@@ -22,39 +23,17 @@ from tilegen.masks.language.evaluation import (
     clamp_max,
     clamp_min,
     floor_divide,
-    nonzero,
-    power,
     read,
     wrapped,
 )
 from tilegen.masks.language.expr import Expr
 from tilegen.masks.language.extremes import BoxExtremes
 from tilegen.masks.language.functions import ELEMENTARY
-from tilegen.masks.language.integers import MAX_SHIFT
 from tilegen.masks.language.limits import LARGEST
 
 Tables = dict[tuple[int, tuple[int, ...]], BoxExtremes]
 """Extremes of captured tensors by the identity of the tensor and by dimensions; all evaluations of
 one mask share them."""
-
-
-@dataclass(frozen=True)
-class Interval:
-    """lo <= value <= hi, one element per tile. A value that is the same all over a tile has lo and
-    hi the same object."""
-
-    lo: torch.Tensor
-    hi: torch.Tensor
-
-    @property
-    def is_single(self) -> bool:
-        """Whether every tile has one value."""
-        return self.lo is self.hi
-
-    @property
-    def ends(self) -> tuple[torch.Tensor, ...]:
-        """Both bounds, or the one value."""
-        return (self.lo,) if self.is_single else (self.lo, self.hi)
 
 
 @dataclass(frozen=True)
@@ -77,7 +56,7 @@ def tile_bounds(
 
 
 def _constant(value: torch.Tensor) -> Interval | Verdict:
-    return Verdict(value, ~value) if value.dtype == torch.bool else _single(value)
+    return Verdict(value, ~value) if value.dtype == torch.bool else single(value)
 
 
 def _unknown(*args: Any) -> Interval:
@@ -90,119 +69,45 @@ def whole(value: Interval) -> Interval:
     """Return the integers that numbers are rounded to."""
     if not value.is_single:  # what is not a number may become any integer
         value = Interval(value.lo.nan_to_num(-LARGEST), value.hi.nan_to_num(LARGEST))
-    return _increasing(lambda end: end.double().clamp(-LARGEST, LARGEST).long(), value)
+    return increasing(lambda end: end.double().clamp(-LARGEST, LARGEST).long(), value)
 
 
 def _add(left: Interval, right: Interval) -> Interval:
-    return _unless_wrapped(_increasing(torch.add, left, right), _size(left) + _size(right))
-
-
-def _mul(left: Interval, right: Interval) -> Interval:
-    return _unless_wrapped(
-        _hull([a * b for a in left.ends for b in right.ends]),
-        _size(left) * _size(right),
-    )
+    return _unless_wrapped(increasing(torch.add, left, right), _size(left) + _size(right))
 
 
 def _divide(left: Interval, right: Interval) -> Interval:
-    quotient = _hull([a / b for a in left.ends for b in right.ends])
+    quotient = _RULES.hull([a / b for a in left.ends for b in right.ends])
     if right.is_single:
         return quotient
     has_one_sign = (right.lo > 0) | (right.hi < 0)
-    return _where(has_one_sign, quotient, _anything(quotient.lo))
-
-
-def _floor_divide(left: Interval, right: Interval) -> Interval:
-    divisors = list(right.ends)
-    if not right.is_single:  # those around 0 too; that one counts as 1
-        ones = torch.ones_like(right.lo)
-        divisors += [torch.clamp(end, right.lo, right.hi) for end in (-ones, ones)]
-    return _hull([floor_divide(a, b) for a in left.ends for b in divisors])
-
-
-def _remainder(left: Interval, right: Interval) -> Interval:
-    zero = torch.zeros_like(right.lo)
-    least, most = torch.minimum(right.lo + 1, zero), torch.maximum(right.hi - 1, zero)
-    natural = (left.lo >= 0) & (right.lo >= 0)
-    anything = Interval(least, torch.where(natural, torch.minimum(most, left.hi), most))
-    if not right.is_single:
-        return anything
-    # Between two multiples of the divisor the remainder only increases.
-    divisor = nonzero(right.lo)
-    multiples = [floor_divide(end, divisor) * divisor for end in (left.lo, left.hi)]
-    between = Interval(left.lo - multiples[0], left.hi - multiples[1])
-    if left.is_single:
-        return _single(between.lo)
-    return _where(multiples[0] == multiples[1], between, anything)
-
-
-def _bits(operation: str, left: Interval, right: Interval) -> Interval:
-    compute = partial(bits_of, operation)
-    if left.is_single and right.is_single:
-        return _single(compute(left.lo, right.lo))
-    if operation in ("shl", "shr"):
-        shifts = [end.clamp(0, MAX_SHIFT) for end in right.ends]
-        ends = [compute(a, b) for a in left.ends for b in shifts]
-        # Shifts beyond either end, and the largest, clear the bits or leave the sign.
-        beyond = (right.lo < 0) | (right.hi >= MAX_SHIFT)
-        most = torch.full_like(right.lo, MAX_SHIFT + 1)
-        last = [torch.where(beyond, compute(a, most), ends[0]) for a in left.ends]
-        rests = _hull(ends + last)
-        if operation == "shr":
-            return rests
-        return _unless_wrapped(rests, _size(left) * 2.0 ** _size(_hull(shifts)))
-    # Above the highest bit in which its ends differ, all values of an interval are the same.
-    open_left, open_right = (_ones(end.lo ^ end.hi) for end in (left, right))
-    least = compute(left.lo & ~open_left, right.lo & ~open_right)
-    most = compute(left.lo | open_left, right.lo | open_right)
-    if operation == "bitxor":
-        unknown = open_left | open_right
-        least = compute(left.lo, right.lo) & ~unknown
-        most = least | unknown
-    # Where the sign is open, so is every bit that any end has below its sign.
-    sizes = (end ^ (end >> 63) for end in (*left.ends, *right.ends))
-    ones = _ones(reduce(torch.bitwise_or, sizes))
-    either = _unless_wrapped(Interval(~ones, ones), ones.double())
-    return _where((least >= 0) & (most < 0), either, Interval(least, most))
+    return _RULES.either(has_one_sign, quotient, _anything(quotient.lo))
 
 
 def _wrapped(dtype: str, value: Interval) -> Interval:
     if value.is_single:
-        return _single(wrapped(dtype, value.lo))
+        return single(wrapped(dtype, value.lo))
     low, high = BOUNDS[dtype]
     fits = (value.lo >= low) & (value.hi <= high)
     ends = (torch.full_like(value.lo, end) for end in (low, high))
-    return _where(fits, value, Interval(*ends))
-
-
-def _power(base: Interval, exponent: int) -> Interval:
-    base = base if exponent % 2 else _abs(base)
-    powers = _increasing(lambda value: power(value, exponent), base)
-    return _unless_wrapped(powers, _size(base) ** exponent)
+    return _RULES.either(fits, value, Interval(*ends))
 
 
 def _root(value: Interval) -> Interval:  # which rounds exactly
     negative = value.lo < 0
-    root = _increasing(lambda end: end.clamp(min=0).sqrt(), value)
-    return _where(negative, _anything(value.lo), root)
-
-
-def _abs(value: Interval) -> Interval:
-    if value.is_single:
-        return _single(value.lo.abs())
-    outside = torch.maximum(value.lo, -value.hi)
-    return Interval(outside.clamp(min=0), torch.maximum(-value.lo, value.hi))
+    root = increasing(lambda end: end.clamp(min=0).sqrt(), value)
+    return _RULES.either(negative, _anything(value.lo), root)
 
 
 def _choice(condition: Verdict, left: Interval, right: Interval) -> Interval:
-    undecided = _hull([*left.ends, *right.ends])
-    return _where(condition.always, left, _where(condition.never, right, undecided))
+    undecided = _RULES.hull([*left.ends, *right.ends])
+    return _RULES.either(condition.always, left, _RULES.either(condition.never, right, undecided))
 
 
 def _read(tables: Tables, tensor: torch.Tensor, indices: list[Interval]) -> Interval:
     boxed = tuple(dim for dim, index in enumerate(indices) if not index.is_single)
     if not boxed or not tensor.numel():
-        return _single(read(tensor, [index.lo for index in indices]))
+        return single(read(tensor, [index.lo for index in indices]))
     first: list[torch.Tensor] = []
     last: list[torch.Tensor] = []
     everywhere = beyond = torch.zeros((), dtype=torch.bool, device=tensor.device)
@@ -234,26 +139,9 @@ def _read(tables: Tables, tensor: torch.Tensor, indices: list[Interval]) -> Inte
     )
 
 
-def _single(value: torch.Tensor) -> Interval:
-    return Interval(value, value)
-
-
-def _hull(values: Sequence[torch.Tensor]) -> Interval:
-    if len(values) == 1:
-        return _single(values[0])
-    return Interval(reduce(torch.minimum, values), reduce(torch.maximum, values))
-
-
 def _size(value: Interval) -> torch.Tensor:
     """Return the largest magnitude in an interval, in double, which no sum or product leaves."""
     return torch.maximum(value.lo.double().abs(), value.hi.double().abs())
-
-
-def _ones(value: torch.Tensor) -> torch.Tensor:
-    """Return a value with all bits set below its highest; -1 for a negative one."""
-    for shift in (1, 2, 4, 8, 16, 32):
-        value = value | (value >> shift)
-    return value
 
 
 def _unless_wrapped(interval: Interval, size: torch.Tensor) -> Interval:
@@ -265,7 +153,7 @@ def _unless_wrapped(interval: Interval, size: torch.Tensor) -> Interval:
         return interval
     # The least integer has no absolute value.
     largest = torch.full_like(interval.lo, torch.iinfo(torch.int64).max)
-    return _where(wraps, Interval(-largest, largest), interval)
+    return _RULES.either(wraps, Interval(-largest, largest), interval)
 
 
 def _anything(like: torch.Tensor) -> Interval:
@@ -274,17 +162,36 @@ def _anything(like: torch.Tensor) -> Interval:
     return Interval(unknown, unknown.clone())
 
 
-def _increasing(function: Callable[..., torch.Tensor], *arguments: Interval) -> Interval:
-    lo = function(*(argument.lo for argument in arguments))
-    if all(argument.is_single for argument in arguments):
-        return _single(lo)
-    return Interval(lo, function(*(argument.hi for argument in arguments)))
+class _Tiles(Ranges):
+    """The rules over tensors of 64-bit integers, or of floats, one element per tile."""
+
+    minimum = staticmethod(torch.minimum)
+    maximum = staticmethod(torch.maximum)
+    like = staticmethod(torch.full_like)
+    where = staticmethod(torch.where)
+    floor_divide = staticmethod(floor_divide)
+    bits_of = staticmethod(bits_of)
+
+    @staticmethod
+    def ones(value: torch.Tensor) -> torch.Tensor:
+        for shift in (1, 2, 4, 8, 16, 32):
+            value = value | (value >> shift)
+        return value
+
+    def mul(self, left: Interval, right: Interval) -> Interval:
+        return _unless_wrapped(super().mul(left, right), _size(left) * _size(right))
+
+    def power(self, base: Interval, exponent: int) -> Interval:
+        return _unless_wrapped(super().power(base, exponent), _size(base) ** exponent)
+
+    def bits(self, operation: str, left: Interval, right: Interval) -> Interval:
+        result = super().bits(operation, left, right)
+        if operation == "shl" and not result.is_single:
+            return _unless_wrapped(result, _size(left) * 2.0 ** _size(self.shifts(right)))
+        return result if result.is_single else _unless_wrapped(result, _size(result))
 
 
-def _where(condition: torch.Tensor, left: Interval, right: Interval) -> Interval:
-    return Interval(
-        torch.where(condition, left.lo, right.lo), torch.where(condition, left.hi, right.hi)
-    )
+_RULES = _Tiles()
 
 
 def intervals(tables: Tables) -> Domain:
@@ -295,42 +202,42 @@ def intervals(tables: Tables) -> Domain:
 def _cast(value: Interval, dtype: torch.dtype) -> Interval:
     if dtype == torch.int64:
         return whole(value)
-    return _increasing(lambda end: end.to(dtype), value)
+    return increasing(lambda end: end.to(dtype), value)
 
 
 def _sign(value: Interval) -> Interval:
     if value.is_single:
-        return _single(value.lo.sign())
+        return single(value.lo.sign())
     # The sign of NaN is 0, and that of an end that may be NaN is any.
     lo, hi = value.lo.sign(), value.hi.sign()
     return Interval(lo.masked_fill(value.lo.isnan(), -1), hi.masked_fill(value.hi.isnan(), 1))
 
 
 def _negative(value: Interval) -> Interval:
-    return _single(-value.lo) if value.is_single else Interval(-value.hi, -value.lo)
+    return single(-value.lo) if value.is_single else Interval(-value.hi, -value.lo)
 
 
 _INTERVALS: Domain = {
     "constant": _constant,
     "cast": _cast,
     "wrap": _wrapped,
-    "bits": _bits,
+    "bits": _RULES.bits,
     **dict.fromkeys(("pow", *ELEMENTARY), _unknown),
     "add": _add,
     "neg": _negative,
-    "mul": _mul,
+    "mul": _RULES.mul,
     "div": _divide,
-    "power": _power,
+    "power": _RULES.power,
     "sqrt": _root,
-    "floordiv": _floor_divide,
-    "mod": _remainder,
-    "max": partial(_increasing, torch.maximum),
-    "min": partial(_increasing, torch.minimum),
-    "clamp_min": partial(_increasing, clamp_min),
-    "clamp_max": partial(_increasing, clamp_max),
-    "abs": _abs,
+    "floordiv": _RULES.floordiv,
+    "mod": _RULES.mod,
+    "max": partial(increasing, torch.maximum),
+    "min": partial(increasing, torch.minimum),
+    "clamp_min": partial(increasing, clamp_min),
+    "clamp_max": partial(increasing, clamp_max),
+    "abs": _RULES.abs,
     "sign": _sign,
-    "floor": partial(_increasing, torch.floor),
+    "floor": partial(increasing, torch.floor),
     "where": _choice,
     "and": lambda a, b: Verdict(a.always & b.always, a.never | b.never),
     "or": lambda a, b: Verdict(a.always | b.always, a.never & b.never),

@@ -25,8 +25,8 @@ from tilegen.masks.plain import check_plain
 from tilegen.masks.tracing.constant import assume_constant_result
 from tilegen.masks.tracing.derived import Derived
 from tilegen.masks.tracing.reads import looked
-from tilegen.masks.tracing.stand_ins import Table
-from tilegen.masks.tracing.tracer import MAX_ELEMENTS, Tracer, refusal
+from tilegen.masks.tracing.stand_ins import MAX_ELEMENTS, Table
+from tilegen.masks.tracing.tracer import Tracer, refusal
 
 MAX_SESSIONS = 64
 """Traces under way at once, in all threads."""

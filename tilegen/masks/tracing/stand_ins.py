@@ -11,18 +11,29 @@ from typing import Any
 import numpy as np
 import torch
 
-from tilegen.masks.language.algebra import add, both, divide, either, maximum, minimum, multiply
+from tilegen.masks.language.algebra import (
+    add,
+    both,
+    divide,
+    either,
+    in_halves,
+    maximum,
+    minimum,
+    multiply,
+)
 from tilegen.masks.language.expr import const
-from tilegen.masks.language.operations import condition
+from tilegen.masks.language.operations import logical
 
 Elements = np.ndarray[Any, np.dtype[np.object_]]
 
+MAX_ELEMENTS = 256
+"""Most elements of a row that a function computes with: each is a look-up of its own."""
 REDUCTIONS: dict[str, Callable[[list[Any]], Any]] = {
-    "any": lambda parts: either(*(condition(part, "any") for part in parts)),
-    "all": lambda parts: both(*(condition(part, "all") for part in parts)),
-    "sum": lambda parts: _halved(add, parts) if parts else const(0),
-    "prod": lambda parts: _halved(multiply, parts) if parts else const(1),
-    "mean": lambda parts: divide(_halved(add, parts), len(parts)) if parts else const(math.nan),
+    "any": lambda parts: either(*map(logical, parts)),
+    "all": lambda parts: both(*map(logical, parts)),
+    "sum": lambda parts: in_halves(add, parts) if parts else const(0),
+    "prod": lambda parts: in_halves(multiply, parts) if parts else const(1),
+    "mean": lambda parts: divide(in_halves(add, parts), len(parts)) if parts else const(math.nan),
     "amax": lambda parts: maximum(*parts),
     "amin": lambda parts: minimum(*parts),
 }
@@ -79,9 +90,7 @@ class Table:
 
 def is_row(value: Any) -> bool:
     """Return whether a value has elements to compute with, one by one."""
-    if isinstance(value, Table):
-        return bool(value.index)
-    return isinstance(value, Computed) and bool(value.shape)
+    return isinstance(value, Computed | Table) and bool(value.shape)
 
 
 def boxed(value: Any) -> Elements:
@@ -101,14 +110,6 @@ def broadcast(
     shape = np.broadcast_shapes(*(array.shape for array in arrays))
     flat = [np.broadcast_to(array, shape).ravel().tolist() for array in arrays]
     return shape, zip(*flat, strict=True)
-
-
-def _halved(combine: Callable[..., Any], parts: list[Any]) -> Any:
-    """Return a reduction by halves, as PyTorch's own: a row of 256 elements gives 8 levels."""
-    if len(parts) == 1:
-        return parts[0]
-    half = len(parts) // 2
-    return combine(_halved(combine, parts[:half]), _halved(combine, parts[half:]))
 
 
 def reduced(name: str, values: Any, dim: Any = None, keepdim: bool = False) -> Elements:

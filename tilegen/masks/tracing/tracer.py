@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.overrides import resolve_name
 
 from tilegen.errors import Unsupported
 from tilegen.masks.language.algebra import as_expr, cast, equal, load, number_of, opposite
@@ -17,7 +18,9 @@ from tilegen.masks.language.elements import BOUNDS, ELEMENTS, kind_of
 from tilegen.masks.language.expr import ELEMENT_OF_KIND, FLOATS, B, Expr, H, K, Q, S, const
 from tilegen.masks.language.operations import OPERATIONS, integer_power
 from tilegen.masks.tracing.dtypes import Kinds, kinds_of
+from tilegen.masks.tracing.searches import searched
 from tilegen.masks.tracing.stand_ins import (
+    MAX_ELEMENTS,
     REDUCTIONS,
     RESHAPES,
     Computed,
@@ -29,8 +32,6 @@ from tilegen.masks.tracing.stand_ins import (
     reduced,
 )
 
-MAX_ELEMENTS = 256
-"""Most elements of a row that a function computes with: each is a look-up of its own."""
 _PLACEMENT = ("device", "layout", "memory_format", "non_blocking", "copy", "pin_memory")
 """Arguments of torch's functions that change no value."""
 _CONVERSIONS = frozenset(
@@ -78,7 +79,8 @@ class Tracer:
                 return value.elements.item()
             case Computed():
                 raise Unsupported(
-                    f"expected one value, got {value.shape}; sum it, or ask for any or all"
+                    f"expected one value, got {value.shape}; index the tensor, by b, h, q_idx or "
+                    "kv_idx, or ask for the sum, any or all of its elements"
                 )
             case Table(sizes=()):
                 return self._element(value, ())
@@ -103,12 +105,14 @@ class Tracer:
             raise refusal(name, args[0])
         if function is torch.Tensor.where:  # whose first argument is the second of torch.where
             function, args = torch.where, (args[1], args[0], *args[2:])
+        if (result := searched(self.apply, name, args, kwargs)) is not None:
+            return result
         if not args and name != "where":
             kwargs = dict(kwargs)
             args = (kwargs.pop("input", None),)
-        if name.startswith("__") or getattr(function, "__module__", "") == "_operator":
-            name = name.strip("_")  # operator.and_ is that of `&`
-        in_place, reflected = name[:1] == "i" and name[1:], name[:1] == "r" and name[1:]
+        is_operator = name.startswith("__") or getattr(function, "__module__", "") == "_operator"
+        name = name.strip("_") if is_operator else name  # operator.and_ is that of `&`
+        in_place, reflected = (is_operator and name[:1] == one and name[1:] for one in "ir")
         if name not in OPERATIONS and in_place in OPERATIONS:  # `x &= y` is __iand__ of x
             return self._in_place(in_place, getattr(torch.Tensor, f"__{in_place}__"), args, kwargs)
         if name[:-1] in OPERATIONS and name.endswith("_"):
@@ -160,10 +164,13 @@ class Tracer:
         if name not in OPERATIONS:
             raise Unsupported(
                 f"expected arithmetic, comparisons, torch.where and torch's elementary functions, "
-                f"got {name}; {_ADVICE.get(name, 'write it with those')}"
+                f"got {resolve_name(function) or name}; {_ADVICE.get(name, 'write it with those')}"
             )
         _bound(name, args, kwargs)  # refuses before PyTorch does
-        return self._elementwise(name, args, kwargs, kinds_of(name, function, args, kwargs))
+        kinds = kinds_of(name, function, args, kwargs)
+        if name == "isclose":  # its tolerances are no operands
+            kinds = Kinds(args[0].dtype, kinds.result)
+        return self._elementwise(name, args, kwargs, kinds)
 
     def _in_place(
         self, name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
@@ -275,6 +282,11 @@ class Tracer:
         except ValueError:
             shapes = ", ".join(str(one.shape) for one in operands.values())
             raise Unsupported(f"expected shapes that broadcast in {name}, got {shapes}") from None
+        if np.prod(shape) > MAX_ELEMENTS**2:
+            raise Unsupported(
+                f"expected at most {MAX_ELEMENTS**2} elements in {name}, got a result of shape "
+                f"{shape}"
+            )
         results = np.empty(shape, dtype=object)
         for place, values in zip(np.ndindex(shape), parts, strict=True):
             for key, value in zip(operands, values, strict=True):
