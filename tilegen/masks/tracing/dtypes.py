@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore
 
 from tilegen.errors import Unsupported
 
@@ -29,6 +30,9 @@ def kinds_of(
 ) -> Kinds:
     """Compute the dtypes of an operation on traced values, tables and numbers. Raises Unsupported
     where PyTorch has no such operation on these dtypes."""
+    if torch._C._len_torch_dispatch_stack():  # pyright: ignore[reportPrivateUsage]
+        with _disable_current_modes():  # torch.export would record these operations
+            return kinds_of(name, function, args, kwargs)
     flat = name in _PROMOTE
     given = [_stand_in(one, flat) for one in args]
     named = {key: _stand_in(one, flat) for key, one in kwargs.items()}
