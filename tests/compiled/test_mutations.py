@@ -19,7 +19,7 @@ from tilegen.kernels.registry import KERNELS, LARGE_CACHE
 from tilegen.masks import Mask, block_sparse, causal, documents, global_tokens, sliding_window, tree
 from tilegen.masks.dropout import Dropout
 from tilegen.masks.score import Score, relative_bias, sinks, softcap
-from tilegen.masks.tree import trees_of
+from tilegen.masks.usual import trees_of
 from tilegen.problem import AttentionProblem
 
 # Three problems of the kind every kernel test runs: a ragged causal window in groups, the same with

@@ -20,7 +20,6 @@ from tilegen.masks.language.algebra import (
     real,
     where,
 )
-from tilegen.masks.language.captured import free_parts, kind_of_tensor, merge, rename
 from tilegen.masks.language.evaluation import evaluate
 from tilegen.masks.language.expr import (
     SEQLEN_KV,
@@ -34,6 +33,7 @@ from tilegen.masks.language.expr import (
     captured_slots,
 )
 from tilegen.masks.language.functions import elementary, power
+from tilegen.masks.language.rewriting import free_parts, kind_of_tensor, merge, rename
 from tilegen.masks.language.texts import MAX_DEPTH, MAX_TEXT, from_text, to_text
 
 pytestmark = pytest.mark.oldest

@@ -12,15 +12,13 @@ import torch
 
 from tests.expression_trees import integer, t1
 from tilegen.masks.language.algebra import as_expr, cast, where
-from tilegen.masks.language.bounds import Interval, Ranges
+from tilegen.masks.language.bounds import LARGEST, Interval, Ranges, bounded, limits
 from tilegen.masks.language.elements import BOUNDS
 from tilegen.masks.language.evaluation import points
 from tilegen.masks.language.expr import SEQLEN_KV, B, Expr, H, K, Q
 from tilegen.masks.language.functions import bits
-from tilegen.masks.language.integer_bounds import Sizes
 from tilegen.masks.language.integers import BITS, bits_of
-from tilegen.masks.language.limits import LARGEST, bounded, limits
-from tilegen.masks.language.value_bounds import intervals, tile_bounds
+from tilegen.masks.language.value_bounds import Sizes, intervals, tile_bounds
 
 CPU = torch.device("cpu")
 

@@ -27,10 +27,9 @@ from tests.expression_trees import (
     value_of,
 )
 from tilegen.errors import InvalidProblem, Unsupported
-from tilegen.masks.language.derivatives import derivatives
+from tilegen.masks.language.derivatives import derivatives, text_of
 from tilegen.masks.language.evaluation import evaluate
 from tilegen.masks.language.expr import S, slot_of
-from tilegen.masks.language.scores import text_of
 from tilegen.masks.language.texts import from_text, to_text
 from tilegen.masks.score import (
     Score,

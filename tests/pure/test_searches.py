@@ -12,11 +12,10 @@ from torch.nn import functional
 
 import tilegen
 from tilegen.errors import Unsupported
-from tilegen.masks.language.captured import kind_of_tensor
-from tilegen.masks.language.derivatives import derivatives
+from tilegen.masks.language.derivatives import derivatives, text_of
 from tilegen.masks.language.evaluation import evaluate
 from tilegen.masks.language.expr import S, slot_of
-from tilegen.masks.language.scores import text_of
+from tilegen.masks.language.rewriting import kind_of_tensor
 from tilegen.masks.language.texts import from_text, to_text
 from tilegen.masks.tracing.trace import trace_mask, trace_score
 

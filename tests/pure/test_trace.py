@@ -13,9 +13,9 @@ import tilegen
 from tests import user_forms
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.masks import predicate
-from tilegen.masks.language.captured import kind_of_tensor
+from tilegen.masks.language.derivatives import text_of
 from tilegen.masks.language.evaluation import evaluate
-from tilegen.masks.language.scores import text_of
+from tilegen.masks.language.rewriting import kind_of_tensor
 from tilegen.masks.language.texts import from_text, to_text
 from tilegen.masks.tiles.tile_ranges import is_solved
 from tilegen.masks.tracing.trace import MAX_LEVELS, trace_mask, trace_score

@@ -12,12 +12,11 @@ import torch
 from tilegen.errors import InvalidProblem
 from tilegen.masks.constructors import from_bool, traced
 from tilegen.masks.kinds import check_mask
-from tilegen.masks.made import is_traced
+from tilegen.masks.made import assume_constant_result, is_traced
 from tilegen.masks.mask import Mask, Pending, causal
 from tilegen.masks.notation import parse_mask
 from tilegen.masks.plain import check_plain
 from tilegen.masks.snapshots import TensorCache
-from tilegen.masks.tracing.constant import assume_constant_result
 from tilegen.masks.tracing.reads import Traces
 
 GivenMask = Mask | str | torch.Tensor | Callable[[Any, Any, Any, Any], Any]

@@ -15,8 +15,7 @@ from tilegen.masks.constructors import (
 )
 from tilegen.masks.mask import Mask, causal, full, intersect, sliding_window
 from tilegen.masks.notation import parse_mask
-from tilegen.masks.tree import ancestors
-from tilegen.masks.usual import dilated, global_tokens, neighborhood, prefix_lm
+from tilegen.masks.usual import ancestors, dilated, global_tokens, neighborhood, prefix_lm
 from tilegen.masks.values import Values, values
 
 __all__ = [

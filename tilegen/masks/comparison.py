@@ -17,11 +17,11 @@ import torch
 
 from tilegen.masks.form import Condition, Form, Side
 from tilegen.masks.language.algebra import negative, number, opposite, subtract
-from tilegen.masks.language.captured import merge
+from tilegen.masks.language.bounds import LENGTH, bounded
 from tilegen.masks.language.evaluation import points
 from tilegen.masks.language.expr import ONE, SEQLEN_KV, SEQLEN_Q, ZERO, B, Expr, H, K, Q, slot_of
 from tilegen.masks.language.integers import combined, linear
-from tilegen.masks.language.limits import LENGTH, bounded
+from tilegen.masks.language.rewriting import merge
 from tilegen.masks.mask import Mask
 from tilegen.masks.tracing.trace import Traced
 from tilegen.masks.usual import equal

@@ -9,8 +9,7 @@ from tilegen.errors import InvalidProblem
 from tilegen.masks.kinds import lengths_of
 from tilegen.masks.made import is_traced, noted
 from tilegen.masks.mask import Mask, Pending, causal, sliding_window
-from tilegen.masks.tree import TREE, tables
-from tilegen.masks.usual import BLOCK_SPARSE, global_tokens, kv_prefix
+from tilegen.masks.usual import BLOCK_SPARSE, TREE, global_tokens, kv_prefix, tables
 from tilegen.masks.values import (
     Recipe,
     Values,
@@ -178,8 +177,7 @@ def traced(fn: Callable[[Any, Any, Any, Any], Any]) -> Mask:
 def _traced(fn: Callable[[Any, Any, Any, Any], Any], again: Callable[[Any], Mask] | None) -> Mask:
     from tilegen.masks.language.texts import to_text
     from tilegen.masks.traced import general_mask, known_mask  # loads torch
-    from tilegen.masks.tracing.numbers import at_call, followed_numbers
-    from tilegen.masks.tracing.trace import followed, trace_mask
+    from tilegen.masks.tracing.trace import at_call, followed, followed_numbers, trace_mask
 
     trace = trace_mask(fn)
     text = "" if trace.makes_tensors else to_text(trace.expr)

@@ -78,7 +78,7 @@ _FORMS: dict[str, Form] = {}
 def _form_named(name: str) -> Form:
     """Return the form of a name, for copies of masks."""
     if name not in _FORMS:
-        for module in ("usual", "tree", "packed", "comparison"):
+        for module in ("usual", "packed", "comparison"):
             import_module(f"tilegen.masks.{module}")
     return _FORMS[name]
 

@@ -159,3 +159,14 @@ class Chain:
     def then(self, other: Any) -> Chain:
         """Append a score."""
         return Chain((*self.parts, other))
+
+
+# --------------------------------------------------------------------------------------------------
+# Functions that torch.compile calls while it traces
+
+
+def assume_constant_result(function: Callable[P, T]) -> Callable[P, T]:
+    """Mark a function as `torch.compiler.assume_constant_result` does, without importing
+    torch._dynamo: that takes more than a second, which the first call of attention would wait."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function

@@ -26,7 +26,6 @@ from tilegen.masks.language.algebra import (
     opposite,
     subtract,
 )
-from tilegen.masks.language.captured import captured_slots
 from tilegen.masks.language.expr import (
     FALSE,
     PAIR,
@@ -40,7 +39,7 @@ from tilegen.masks.language.expr import (
     slot_of,
 )
 from tilegen.masks.language.integers import combined, linear
-from tilegen.masks.language.rewriting import made, renamed
+from tilegen.masks.language.rewriting import captured_slots, made, renamed
 from tilegen.masks.language.texts import to_text
 from tilegen.masks.mask import AND, NOT, OR, Mask, sliding_window, values_of, with_values
 from tilegen.masks.usual import DILATED, GLOBAL, KEEP, KV_PREFIX, PREFIX_LM

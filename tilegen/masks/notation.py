@@ -11,10 +11,10 @@ from typing import Any, ClassVar, cast, get_args
 from tilegen.errors import InvalidProblem
 from tilegen.masks.language.reader import Reader
 from tilegen.masks.mask import Mask, causal, full, intersect, sliding_window, unite
-from tilegen.masks.tree import TREE
 from tilegen.masks.usual import (
     BLOCK_SPARSE,
     SAME_ID,
+    TREE,
     UNLISTED,
     dilated,
     global_tokens,

@@ -9,10 +9,9 @@ import torch
 
 from tilegen.masks import packed
 from tilegen.masks.language.algebra import load
-from tilegen.masks.language.captured import free_parts
+from tilegen.masks.language.derivatives import in_single, text_of
 from tilegen.masks.language.expr import SEQLEN_KV, SEQLEN_Q, B, Expr, K, Q
-from tilegen.masks.language.rewriting import replaced
-from tilegen.masks.language.scores import in_single, text_of
+from tilegen.masks.language.rewriting import free_parts, replaced
 from tilegen.masks.language.texts import from_text
 from tilegen.masks.score import Score
 from tilegen.masks.tensors import DOCUMENT_AXES, check_axes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 from tilegen.errors import Unsupported
-from tilegen.masks.tracing.constant import assume_constant_result
+from tilegen.masks.made import assume_constant_result
 
 
 def plain_number(value: Any) -> Any:

@@ -65,7 +65,7 @@ class ScoreForm:
     def expression(self) -> Expr:
         """Return the text as an expression, a number in single precision."""
         from tilegen.masks.language.algebra import real
-        from tilegen.masks.language.scores import in_single
+        from tilegen.masks.language.derivatives import in_single
         from tilegen.masks.language.texts import from_text
 
         return real(in_single(from_text(self.text, self.kinds)))
@@ -171,10 +171,9 @@ class Score:
 
     def _then(self, other: Score) -> Score:
         from tilegen.masks.language.algebra import real
-        from tilegen.masks.language.captured import merge, without
+        from tilegen.masks.language.derivatives import text_of
         from tilegen.masks.language.expr import S
-        from tilegen.masks.language.rewriting import replaced
-        from tilegen.masks.language.scores import text_of
+        from tilegen.masks.language.rewriting import merge, replaced, without
 
         if self.sink_logits is not None and other.sink_logits is not None:
             raise InvalidProblem("expected at most one score with sinks, got two")
@@ -279,8 +278,7 @@ def score(function: Callable[..., Any]) -> Score:
     attributes of objects that the function names are looked up again. Raises Unsupported, naming a
     term that has no expression.
     """
-    from tilegen.masks.tracing.numbers import followed_numbers
-    from tilegen.masks.tracing.trace import followed, trace_score
+    from tilegen.masks.tracing.trace import followed, followed_numbers, trace_score
 
     if is_traced():
         return Chain((function,))  # type: ignore[return-value]
@@ -291,14 +289,13 @@ def score(function: Callable[..., Any]) -> Score:
 
 def traced(function: Callable[..., Any]) -> Score:
     """Trace a function as the score of a call, and keep no reference to the function."""
-    from tilegen.masks.tracing.numbers import at_call
-    from tilegen.masks.tracing.trace import trace_score
+    from tilegen.masks.tracing.trace import at_call, trace_score
 
     return _of_trace(at_call(function, trace_score(function)))
 
 
 def _of_trace(traced_score: Traced) -> Score:
-    from tilegen.masks.language.scores import text_of
+    from tilegen.masks.language.derivatives import text_of
 
     text = text_of(traced_score.expr)
     derived = (traced_score.derived,) if traced_score.makes_tensors else ()

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from tilegen.errors import Unsupported
 from tilegen.kernels.arguments import Line
-from tilegen.masks.language.captured import free_parts
 from tilegen.masks.language.derivatives import derivatives
 from tilegen.masks.language.expr import Expr, K, Q, S, slot_of
 from tilegen.masks.language.loads import Loads, reading
+from tilegen.masks.language.rewriting import free_parts
 from tilegen.masks.language.texts import to_text
 from tilegen.masks.language.triton_source import NAMES, Writer
 from tilegen.masks.mask import Side

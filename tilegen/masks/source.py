@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 from tilegen.kernels.arguments import LISTS, Line
 from tilegen.masks.language.algebra import conjuncts, less, minimum
+from tilegen.masks.language.bounds import limits
 from tilegen.masks.language.expr import FIRST, LAST, SEQLEN_KV, TRUE, B, Expr, H, K, Q
 from tilegen.masks.language.integers import linear
-from tilegen.masks.language.limits import limits
 from tilegen.masks.language.loads import Loads, reading
 from tilegen.masks.language.triton_source import NAMES, Writer
 from tilegen.masks.mask import Mask, Side

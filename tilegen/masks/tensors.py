@@ -12,7 +12,7 @@ import torch
 from tilegen.errors import InvalidProblem
 from tilegen.masks.form import Shape
 from tilegen.masks.language.expr import PAIR, B, Expr, H, captured_slots, slot_of
-from tilegen.masks.language.integer_bounds import ANYTHING, MAX_LENGTH, Bounds, Sizes
+from tilegen.masks.language.value_bounds import ANYTHING, MAX_LENGTH, Bounds, Sizes
 from tilegen.masks.mask import Mask
 from tilegen.masks.score import Score, ScoreForm
 from tilegen.masks.values import Made, has_values

@@ -12,10 +12,9 @@ from tilegen.masks.comparison import comparison_of
 from tilegen.masks.form import Side
 from tilegen.masks.kinds import kind_of_mask
 from tilegen.masks.language.algebra import both, conjuncts
-from tilegen.masks.language.captured import kind_of_tensor, merge
 from tilegen.masks.language.expr import B, Expr, K, Q, slot_of
 from tilegen.masks.language.integers import combined, linear
-from tilegen.masks.language.rewriting import made, replaced
+from tilegen.masks.language.rewriting import kind_of_tensor, made, merge, replaced
 from tilegen.masks.language.texts import to_text
 from tilegen.masks.mask import AND, Mask, with_tensors
 from tilegen.masks.naming import UNJUDGED, canonical, simplified

@@ -11,8 +11,7 @@ import re
 
 from tilegen.masks.language.elements import ELEMENTS
 from tilegen.masks.score import ScoreForm
-from tilegen.masks.tree import trees_of
-from tilegen.masks.usual import is_surely_solved
+from tilegen.masks.usual import is_surely_solved, trees_of
 from tilegen.task import KernelTask, Tiled
 
 DRAWN_REGISTERS = 0.75

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from tilegen.masks.tiles.tile_ranges import is_solved, tile_ranges
-from tilegen.masks.tree import trees_of
+from tilegen.masks.usual import trees_of
 from tilegen.task import Tiled
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from tilegen.errors import Unsupported
 from tilegen.masks.language import expr as nodes
 from tilegen.masks.language import floats, integers
+from tilegen.masks.language.bounds import limits
 from tilegen.masks.language.elements import BOUNDS
 from tilegen.masks.language.expr import (
     ELEMENT_OF_KIND,
@@ -24,9 +25,7 @@ from tilegen.masks.language.expr import (
     const,
     order,
 )
-from tilegen.masks.language.floats import is_converted
-from tilegen.masks.language.limits import limits
-from tilegen.masks.language.quotients import quotient
+from tilegen.masks.language.floats import is_converted, quotient
 
 FEW = 16
 """Most floats that are added from left to right."""

@@ -6,10 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from math import gcd
 
-from tilegen.masks.language.bounds import MAX_SHIFT, Ranges
+from tilegen.masks.language.bounds import MAX_LENGTH, MAX_SHIFT, Ranges, bounded, limits
 from tilegen.masks.language.elements import BOUNDS
 from tilegen.masks.language.expr import FALSE, ONE, TRUE, ZERO, Expr, const, order
-from tilegen.masks.language.limits import MAX_LENGTH, bounded, limits
 
 BITS = {"bitand": "&", "bitor": "|", "bitxor": "^", "shl": "<<", "shr": ">>"}
 """Operations on the bits of two integers, with their operators in Python and Triton."""

@@ -14,7 +14,7 @@ from typing import Any
 from tilegen.kernels import arguments
 from tilegen.masks.language.elements import BOUNDS, ELEMENTS, kind_of
 from tilegen.masks.language.expr import Expr, slot_of
-from tilegen.masks.language.integer_bounds import Bounds
+from tilegen.masks.language.value_bounds import Bounds
 
 _AS_THEY_ARE = ("int32", "int64", "float32", "float64")
 _WIDE = ("batch", "head")

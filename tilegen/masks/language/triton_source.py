@@ -17,8 +17,7 @@ from tilegen.errors import Unsupported
 from tilegen.masks.language import algebra
 from tilegen.masks.language.exactness import exact_parts, separate_products
 from tilegen.masks.language.expr import PAIR, Expr, S
-from tilegen.masks.language.functions import ELEMENTARY
-from tilegen.masks.language.integer_bounds import Sizes
+from tilegen.masks.language.functions import ELEMENTARY, log1p, tanh
 from tilegen.masks.language.integers import BITS, MAX_SHIFT, as_coefficient
 from tilegen.masks.language.loads import Loads
 from tilegen.masks.language.texts import (
@@ -34,7 +33,7 @@ from tilegen.masks.language.texts import (
     float_sum,
     spelt_sum,
 )
-from tilegen.masks.language.triton_functions import log1p, tanh
+from tilegen.masks.language.value_bounds import Sizes
 
 FP32_TINY, FP32_MAX = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 

@@ -38,6 +38,7 @@ from tilegen.masks.language.algebra import (
     negative,
     subtract,
 )
+from tilegen.masks.language.bounds import limits
 from tilegen.masks.language.expr import (
     FALSE,
     FIRST,
@@ -55,7 +56,6 @@ from tilegen.masks.language.expr import (
     slot_of,
 )
 from tilegen.masks.language.integers import combined, linear
-from tilegen.masks.language.limits import limits
 from tilegen.masks.language.rewriting import replaced
 from tilegen.masks.mask import Mask
 from tilegen.masks.pairs import AT, named

@@ -20,9 +20,8 @@ from cachetools import LRUCache
 from torch.overrides import TorchFunctionMode
 
 from tilegen.errors import TilegenError, Unsupported
-from tilegen.masks.made import is_traced
+from tilegen.masks.made import assume_constant_result, is_traced
 from tilegen.masks.plain import check_plain
-from tilegen.masks.tracing.constant import assume_constant_result
 from tilegen.masks.tracing.derived import Derived
 from tilegen.masks.tracing.reads import looked
 from tilegen.masks.tracing.stand_ins import MAX_ELEMENTS, Table
