@@ -43,7 +43,7 @@ def of_tiles(configs: Mapping[Kernel, TileConfig], m: int, n: int) -> dict[Kerne
     least = {kernel: max(n, KERNELS[kernel].knobs.block_n[0]) for kernel in configs}
     return {
         kernel: replace(config, block_m=m, block_n=least[kernel])
-        if KERNELS[kernel].drops
+        if "dropout" in KERNELS[kernel].supports
         else config
         for kernel, config in configs.items()
     }
@@ -191,7 +191,7 @@ def test_bytes_of_the_seed_are_counted(mask: str, family: str) -> None:
     problem = AttentionProblem.parse(f"b1 hq2 hkv1 q70 kv60 d32 fp16 {mask} dropout")
     x = make_inputs(problem)
     state = Dropout(0.5, STATE).given
-    reads = {kernel: state for kernel in configs if KERNELS[kernel].drops}
+    reads = {kernel: state for kernel in configs if "dropout" in KERNELS[kernel].supports}
     launches, moved = counting_all(problem, configs, reads)
     _, lse = passes.forward(launches, x.q, x.k, x.v, 0.1, panel_rows=1 << 20)
     if len(configs) > 2:

@@ -169,7 +169,7 @@ def moves_what_the_model_says(
             config = configs[name]
             launch, actual = counting(render(problem, config, name, aligned=False))
             bound = BoundKernel(launch, problem.mask, name, config)
-            state = reads if KERNELS[name].drops else {}
+            state = reads if "dropout" in KERNELS[name].supports else {}
             launch = bound.given(problem.mask, Shape.of(x.q, x.k), x.q.device, state)
             made = launch(*given)
             before = configs[f"bwd_{result}_split"]

@@ -158,8 +158,8 @@ def _configs(random: Random, group: int, paged: bool, drops: bool) -> dict[str, 
         able = [
             one.kernels
             for one in families.values()
-            if (not drops or any(kernel.drops for kernel in one.kernels))
-            and (one.direction == "backward" or paged == any(each.pages for each in one.kernels))
+            if (not drops or "dropout" in one.supports)
+            and (one.direction == "backward" or paged == ("pages" in one.supports))
         ]
         kernels += random.choice(able)
     return {one.name: _tiles(random, one, group) for one in kernels}

@@ -174,7 +174,7 @@ def test_the_driver_gets_the_arguments_of_the_emitted_launch(
     kernel: Kernel, case: str, heads_inside: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mask, score = CASES[case]
-    drops = family_with(kernel).drops
+    drops = "dropout" in family_with(kernel).supports
     problem = AttentionProblem(
         batch=BATCH,
         num_heads_q=HEADS,
@@ -184,10 +184,10 @@ def test_the_driver_gets_the_arguments_of_the_emitted_launch(
         head_dim_qk=DIM_QK,
         head_dim_v=DIM_V,
         dtype="fp16",
-        mask=unlisted(mask.stand_in) if KERNELS[kernel].pages else mask.stand_in,
+        mask=unlisted(mask.stand_in) if "pages" in KERNELS[kernel].supports else mask.stand_in,
         score=score and score.form,
         dropout="dropout" in case and drops,
-        page=16 if KERNELS[kernel].pages else 0,
+        page=16 if "pages" in KERNELS[kernel].supports else 0,
     )
     rendered = render(problem, CONFIGS[kernel], kernel)
     binary = not_compiled(rendered)

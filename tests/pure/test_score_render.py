@@ -139,7 +139,7 @@ def test_each_mask_brings_only_its_own_code() -> None:
 
 def test_each_score_brings_only_its_own_code() -> None:
     for score in ("softcap", "relative_bias", "alibi", "bias"):
-        for kernel in [name for name, one in KERNELS.items() if one.computes_scores]:
+        for kernel in [name for name, one in KERNELS.items() if "scores" in one.supports]:
             source = rendered(kernel, "causal", score).source
             trains = score in ("relative_bias", "alibi")
             trains &= kernel in ("bwd_dq", "bwd_dq_split", "bwd_scores", "bwd_one_pass")

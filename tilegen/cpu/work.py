@@ -47,7 +47,7 @@ class Work:
         """Return the work of an emitted kernel with the given argument names; None if lengths do
         not determine it."""
         spec = KERNELS[kernel]
-        if spec.pages or spec.joins or spec.sliced is not None:
+        if "pages" in spec.supports or spec.joins or spec.sliced is not None:
             return None
         if not spec.masked:
             widths = problem.head_dim_qk + problem.head_dim_v

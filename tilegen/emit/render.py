@@ -96,7 +96,7 @@ def render(
             f"use {allowed} or no h in {config.key}: a tile holds heads of a group of "
             f"{problem.group_size}, where mask and score are the same for them"
         )
-    if problem.dropout and not family_with(kernel).drops:
+    if problem.dropout and "dropout" not in family_with(kernel).supports:
         raise Unsupported(
             f"{kernel} does not support dropout, got '{problem.key}'; leave dropout out"
         )
@@ -146,17 +146,19 @@ def _context(
     unit = stride_unit(problem, aligned)
     function = _function_name(problem, config, spec)
     ranges = ranges_source(problem.mask, side, in_part=spec.loop.in_part)
-    if spec.pages and ranges.form == "lists":
+    if "pages" in spec.supports and ranges.form == "lists":
         raise Unsupported(
             f"keys in pages have no lists of tiles, which mask {problem.mask} needs; use the "
             f"problem's normal form, '{problem.normal()}'"
         )
     keep = keep_source(problem.mask, side, softmax="out" in spec.shows)
     change = ScoreSource()
-    if spec.computes_scores:
+    if "scores" in spec.supports:
         precise = problem.dtype == "fp32"
-        change = score_source(problem.score, trains=spec.trains, precise=precise, side=side)
-    sinks = spec.has_sinks and problem.score is not None and problem.score.sinks
+        change = score_source(
+            problem.score, trains="training" in spec.supports, precise=precise, side=side
+        )
+    sinks = "sinks" in spec.supports and problem.score is not None and problem.score.sinks
     added = (*extras(problem.mask, side), *change.extras) if spec.masked else ()
     drops = spec.draws(problem)
     added += ((SINKS,) if sinks else ()) + ((DROPOUT,) if drops else ())
@@ -200,7 +202,7 @@ def _context(
         "dropout": drops,
         "needs_log2_e": problem.pair_lse or sinks,
         "tests_tile": spec.panel == "writes",
-        "paged": spec.pages,
+        "paged": "pages" in spec.supports,
         "divided": divided,
         "usual_tiles": usual_tiles(problem, config) if divided else 0,
         "filling": FILLING,
@@ -223,7 +225,7 @@ def _header(
     score = f"{problem.score.notation},\n          " if problem.score else ""
     score += "dropout, " if problem.dropout else ""
     score += "batch-invariant, " if spec.keeps_order(problem) else ""
-    score += f"pages of {problem.page} keys, " if spec.pages else ""
+    score += f"pages of {problem.page} keys, " if "pages" in spec.supports else ""
     score += "values in keys, " if spec.values_in_keys(problem) else ""
     key = usual.key.replace(" score(", "\n          score(")
     tile, options = (

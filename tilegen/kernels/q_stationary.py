@@ -57,9 +57,7 @@ FWD = KernelSpec(
     floor=FLOOR,
     shows=("out", "lse"),
     described=("k", "v"),
-    computes_scores=True,
-    drops=True,
-    has_sinks=True,
+    supports=frozenset({"scores", "dropout", "sinks"}),
 )
 
 

@@ -84,7 +84,9 @@ def family_with(
     if for_cpus:
         families = tuple(family for family in families if family.for_cpus) or families
     paged = problem is not None and problem.page > 0
-    return next((family for family in families if family.pages == paged), families[0])
+    return next(
+        (family for family in families if ("pages" in family.supports) == paged), families[0]
+    )
 
 
 def direction_of(kernel: Kernel) -> Direction:

@@ -133,7 +133,7 @@ _PAGED_NOTES = {
 
 def shape_note(name: str, spec: KernelSpec, *, pairs: bool) -> str:
     """Describe the shape, dtype and meaning of a tensor; empty for numbers."""
-    note = _PAGED_NOTES.get(name, "") if spec.pages else ""
+    note = _PAGED_NOTES.get(name, "") if "pages" in spec.supports else ""
     note = note or spec.notes.get(name) or _NOTES.get(name, "")
     if pairs and name in PAIRED:
         note = note.replace("splits, ", "splits, 2, ").replace("heads, seqlen", "heads, 2, seqlen")

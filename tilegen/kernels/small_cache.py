@@ -65,8 +65,7 @@ FWD_SCORES = KernelSpec(
     shows=("out", "lse"),
     # A score tile is at least as wide as any step of the values kernel.
     knobs=Knobs(block_m=(16, 32, 64, 128), block_n=(64, 128, 256), block_d=(32, 64, 128)),
-    computes_scores=True,
-    drops=True,
+    supports=frozenset({"scores", "dropout"}),
 )
 
 FWD_VALUES = KernelSpec(
@@ -112,7 +111,7 @@ FWD_VALUES = KernelSpec(
     floor=(read("weights", "g*nnz"), read("v", "n_kv*d_v"), write("out", "g*N_q*d_v")),
     shows=("out", "lse"),
     knobs=Knobs(block_m=(16, 32, 64, 128), block_n=(16, 32, 64), block_d=(32, 64, 128, 256)),
-    has_sinks=True,
+    supports=frozenset({"sinks"}),
 )
 
 BWD_SCORES = KernelSpec(
@@ -158,9 +157,7 @@ BWD_SCORES = KernelSpec(
     floor=(*READ_ONCE, write("weights", "g*nnz"), write("ds", "g*nnz")),
     shows=("dq", "dk", "dv", "dt"),
     knobs=Knobs(block_m=(16, 32, 64, 128), block_n=(32, 64, 128), block_d=(32, 64)),
-    computes_scores=True,
-    drops=True,
-    trains=True,
+    supports=frozenset({"scores", "dropout", "training"}),
 )
 
 BWD_COLUMNS = KernelSpec(

@@ -63,6 +63,12 @@ class Knobs:
     num_stages: tuple[int, ...] = NUM_STAGES
 
 
+Feature = Literal["scores", "dropout", "training", "sinks", "order", "pages"]
+"""What a kernel may compute: scores that a problem changes; dropout, of weights or their gradients;
+the gradients of tensors that a score reads; rows that start from their head's sink; sums over keys
+in an order that depends on the row's keys alone; keys and values in pages of a cache."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class KernelSpec:
     """One emitted kernel. templates/README.md is the legend of the names."""
@@ -100,19 +106,8 @@ class KernelSpec:
     described: tuple[str, ...] = ()
     """Streamed tensors whose tiles may be loaded through tensor descriptors."""
     knobs: Knobs = Knobs()
-    computes_scores: bool = False
-    """True if the kernel supports scores that a problem changes."""
-    drops: bool = False
-    """True if the kernel drops weights, or their gradients, for problems with dropout."""
-    trains: bool = False
-    """True if the kernel sums the gradients of the tensors that a score reads."""
-    has_sinks: bool = False
-    """True if a row starts from the logit of its head's sink."""
-    in_order: bool = False
-    """True if the kernel sums the keys of a row in an order that depends on the row's keys alone,
-    for batch-invariant problems."""
-    pages: bool = False
-    """True if keys and values are in the pages of a cache, for requests of any lengths."""
+    supports: frozenset[Feature] = frozenset()
+    """What the kernel computes beyond plain attention under a mask."""
     unpaged: KernelSpec | None = None
     """The same kernel for keys outside of pages, if this kernel reads pages."""
     like: str = ""
@@ -202,17 +197,17 @@ class KernelSpec:
 
     def draws(self, problem: AttentionProblem) -> bool:
         """Return True if the kernel draws random numbers for the dropout of a problem."""
-        return problem.dropout and self.drops
+        return problem.dropout and "dropout" in self.supports
 
     def divides(self, problem: AttentionProblem) -> bool:
         """Return True if a request's keys are divided over the request's programs. The kernel then
         computes the keys per split at run time."""
-        return self.pages and problem.page > 0 and not problem.invariant
+        return "pages" in self.supports and problem.page > 0 and not problem.invariant
 
     def keeps_order(self, problem: AttentionProblem) -> bool:
         """Return True if the kernel sums a row's keys in an order that does not depend on the
         problem."""
-        return problem.invariant and self.in_order
+        return problem.invariant and "order" in self.supports
 
     @cached_property
     def by_name(self) -> dict[str, Argument]:
@@ -253,14 +248,11 @@ class FamilySpec:
         return tuple(kernel.name for kernel in self.kernels)
 
     @cached_property
-    def pages(self) -> bool:
-        """True if the family reads keys and values from the pages of a cache."""
-        return any(kernel.pages for kernel in self.kernels)
-
-    @cached_property
-    def drops(self) -> bool:
-        """True if the family supports dropout."""
-        return any(kernel.drops for kernel in self.kernels)
+    def supports(self) -> frozenset[Feature]:
+        """What the family computes: what one of its kernels does, but the order of sums only if all
+        keep it."""
+        each = [kernel.supports for kernel in self.kernels]
+        return frozenset[Feature]().union(*each) - (_BY_ALL - frozenset.intersection(*each))
 
     def why_not(self, problem: AttentionProblem, arch: str) -> str:
         """Return the reason why the family cannot compute a problem on an architecture; empty if it
@@ -268,19 +260,33 @@ class FamilySpec:
         for kernel in self.kernels:
             if kernel.requires and arch not in kernel.requires:
                 return f"{kernel.name} needs {' or '.join(kernel.requires)}, not {arch}"
-        if problem.page and not self.pages:
-            return f"{self.name} does not read pages of a cache"
-        if not problem.page and self.pages:
+        needs = _needs(problem, self.direction)
+        if missing := needs - self.supports:
+            return f"{self.name} {_LACKS[min(missing)]}"
+        if "pages" in self.supports - needs:
             return f"{self.name} reads pages of a cache only"
-        is_forward = self.direction == "forward"
-        if problem.invariant and is_forward and not all(one.in_order for one in self.kernels):
-            return f"{self.name} sums keys in a tile-dependent order"
-        score = problem.score
-        if score and score.changes and not any(one.computes_scores for one in self.kernels):
-            return f"{self.name} does not change scores"
-        sinks = score and score.sinks and self.direction == "forward"
-        if sinks and not any(one.has_sinks for one in self.kernels):
-            return f"{self.name} has no sinks"
-        if problem.dropout and not self.drops:
-            return f"{self.name} does not drop weights"
         return ""
+
+
+def _needs(problem: AttentionProblem, direction: Direction) -> frozenset[Feature]:
+    """Return what a pass of a problem needs of a family. Sinks and the order of sums are matters of
+    the forward; gradients of what a score reads may come from PyTorch."""
+    score, is_forward = problem.score, direction == "forward"
+    needed: dict[Feature, bool] = {
+        "scores": score is not None and score.changes,
+        "dropout": problem.dropout,
+        "sinks": is_forward and score is not None and score.sinks,
+        "order": is_forward and problem.invariant,
+        "pages": problem.page > 0,
+    }
+    return frozenset(feature for feature, is_needed in needed.items() if is_needed)
+
+
+_LACKS: dict[Feature, str] = {
+    "scores": "does not change scores",
+    "dropout": "does not drop weights",
+    "sinks": "has no sinks",
+    "order": "sums keys in a tile-dependent order",
+    "pages": "does not read pages of a cache",
+}
+_BY_ALL: frozenset[Feature] = frozenset({"order"})

@@ -92,8 +92,7 @@ FWD_SPLIT = KernelSpec(
         block_n=(16, 32, 64, 128),
         split_kv=(128, 256, 512, 1024, 2048, 4096, 8192),
     ),
-    computes_scores=True,
-    in_order=True,
+    supports=frozenset({"scores", "order"}),
     like="fwd",
 )
 
@@ -124,7 +123,7 @@ FWD_PAGED = replace(
     described=(),  # rows beyond a request's length are in its last page, and are not loaded
     # The largest splits are for grids whose partial results take much memory (search_space.py).
     knobs=replace(FWD_SPLIT.knobs, split_kv=(*FWD_SPLIT.knobs.split_kv, 16384, 32768, 65536)),
-    pages=True,
+    supports=frozenset({"pages"}),
     unpaged=FWD_SPLIT,
 )
 
@@ -150,8 +149,7 @@ FWD_COMBINE = KernelSpec(
     floor=(write("out", "g*N_q*d_v"), write("lse", "g*N_q", fp32=True)),
     shows=("out", "lse"),
     knobs=Knobs(block_m=(1,), block_n=(16, 32), num_warps=(1, 4), num_stages=(1,)),
-    in_order=True,
-    has_sinks=True,
+    supports=frozenset({"order", "sinks"}),
 )
 
 

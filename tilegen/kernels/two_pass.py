@@ -108,8 +108,7 @@ BWD_DKDV = KernelSpec(
     floor=(*READ_ONCE, write("dk", "N_kv*d_qk"), write("dv", "N_kv*d_v")),
     shows=("dk", "dv"),
     described=("q", "dout"),
-    computes_scores=True,
-    drops=True,
+    supports=frozenset({"scores", "dropout"}),
 )
 
 BWD_DQ = KernelSpec(
@@ -145,9 +144,7 @@ BWD_DQ = KernelSpec(
     floor=(*READ_ONCE, write("dq", "g*N_q*d_qk")),
     shows=("dq", "dt"),
     described=("k", "v"),
-    computes_scores=True,
-    drops=True,
-    trains=True,
+    supports=frozenset({"scores", "dropout", "training"}),
 )
 
 

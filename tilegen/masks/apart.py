@@ -37,7 +37,7 @@ def guard_of(problem: AttentionProblem, spec: KernelSpec) -> Guard:
     """
     mask = problem.mask
     kind = apart(mask) if spec.masked else ""
-    is_shared = spec.masked and (spec.pages or spec.keeps_order(problem))
+    is_shared = spec.masked and ("pages" in spec.supports or spec.keeps_order(problem))
     if kind == "pairs" or not (kind or is_shared):
         return kind
     is_interval = visit(mask, spec.stays).strategy == "single"

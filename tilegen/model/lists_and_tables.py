@@ -41,7 +41,7 @@ def lists_and_tables(tiled: Tiled) -> tuple[int, int]:
         score = problem.score
         tables = memo.once("tables of the score", lambda: _tables(score))
         smem += config.num_stages * scores * sum(tables)
-        trained = spec.trains and bool(problem.score.trained)
+        trained = "training" in spec.supports and bool(problem.score.trained)
         # A look-up in a table keeps tiles of scores alive: its own, and in a backward its slope.
         alive = len(tables) * (spec.score_tiles + trained)
         registers += alive * scores // (32 * config.num_warps)

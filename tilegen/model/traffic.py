@@ -177,7 +177,7 @@ def traffic_of(
 def table_bytes(tiled: Tiled) -> int:
     """Compute the bytes read of the tables of pages: three numbers per program, even of an empty
     split, and a page per tile, or per key if a page is smaller than a tile."""
-    if not tiled.spec.pages:
+    if "pages" not in tiled.spec.supports:
         return 0
     splits, counts = splits_of(tiled), visits(tiled)
     tiles = tiled.task.heads_kv * splits.tiles_of_group

@@ -252,7 +252,7 @@ class Timed:
         dropout = Dropout.typical(problem.dropout, torch.device(device))
         reads: dict[str, Any] = dropout.given if dropout else {}
         if score:
-            trained = score.form.trained if task.spec.trains else ()
+            trained = score.form.trained if "training" in task.spec.supports else ()
             sizes = {slot: score.captured[slot].shape for slot in trained}
             sums = {slot: torch.zeros(size, device=device) for slot, size in sizes.items()}
             reads |= score_tensors(score.captured, score.sink_logits, sums)
