@@ -99,7 +99,7 @@ def test_traced_values_as_numbers_are_refused_in_the_words_of_the_trace() -> Non
     q = torch.randn(1, 1, 16, 16)
     with pytest.raises(Unsupported, match=r"got float\(s\); write torch\.where"):
         tilegen.attention(q, q, q, score=lambda s, b, h, i, j: softcap(s))
-    with pytest.raises(Unsupported, match=r"got as_tensor; write it"):
+    with pytest.raises(Unsupported, match=r"got torch.as_tensor; write it"):
         tilegen.attention(q, q, q, mask=lambda b, h, i, j: tilegen.documents([i, j]))
 
 

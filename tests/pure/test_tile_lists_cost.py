@@ -25,7 +25,8 @@ def largest_result(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     def compute(self: evaluation.Walk, expr: Any) -> Any:
         nonlocal largest
         result = computed(self, expr)
-        parts = vars(result).values() if not isinstance(result, torch.Tensor) else [result]
+        parts = [result] if isinstance(result, torch.Tensor) else result
+        parts = parts if isinstance(parts, list | tuple) else vars(parts).values()
         largest = max(largest, *(part.nbytes for part in parts))
         return result
 

@@ -19,8 +19,8 @@ from torch.nn.attention.flex_attention import and_masks, create_block_mask
 import tilegen
 from tilegen.calls.flex import from_block_mask
 from tilegen.check.reference import dense_mask
+from tilegen.masks import made
 from tilegen.masks.score import traced
-from tilegen.masks.tracing import constant
 from tilegen.masks.tracing.reads import Traces
 from tilegen.runtime.call import score_of
 
@@ -377,6 +377,6 @@ def test_functions_are_marked_as_torch_marks_them() -> None:
     def theirs() -> int:
         return 1
 
-    assert vars(constant.assume_constant_result(mine)) == vars(
+    assert vars(made.assume_constant_result(mine)) == vars(
         torch.compiler.assume_constant_result(theirs)
     )
