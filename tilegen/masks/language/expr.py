@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from threading import RLock
 from typing import Any
 from weakref import WeakValueDictionary
@@ -212,8 +213,15 @@ class Expr:
         return OPERATORS["invert"](self)
 
 
-OPERATORS: dict[str, Callable[..., Expr]] = {}
-"""The functions behind the operators, by Python's names of these. `algebra` fills it."""
+class _Operators(dict[str, Callable[..., "Expr"]]):
+    def __missing__(self, name: str) -> Callable[..., Expr]:
+        import_module("tilegen.masks.language.rewriting")  # loads the modules that fill it
+        return self[name]
+
+
+OPERATORS: dict[str, Callable[..., Expr]] = _Operators()
+"""The functions behind the operators, by Python's names of these. `algebra`, `remainders` and
+`functions` fill it."""
 SPELLING: list[Callable[[Expr], str]] = []
 """The function that writes an expression as text. `texts` fills it."""
 _known: WeakValueDictionary[Any, Expr] = WeakValueDictionary()
