@@ -238,3 +238,34 @@ def test_two_tables_of_one_notation_stay_two() -> None:
         assert torch.equal(kept, expected)
     either = parse_mask("kv_prefix(@b:4)|~global(@b:4)")
     assert len(either.values) == 2
+
+
+NEAR_THE_END = torch.tensor([2**63 - 6, 2**63 - 5, -(2**63) + 2, 3, -9])
+
+
+@pytest.mark.parametrize(
+    "keeps",
+    [
+        lambda b, h, q, k: (NEAR_THE_END[q] + k + 6 <= 3) | (NEAR_THE_END[q] + k + 5 <= 3),
+        lambda b, h, q, k: (NEAR_THE_END[q] - k < 2) & ((NEAR_THE_END[q] - k < 9) | (k == 2)),
+        lambda b, h, q, k: 3 * NEAR_THE_END[q] <= 3 * NEAR_THE_END[k] + 6 * k,
+    ],
+)
+def test_sums_that_wrap_around_are_not_rewritten(keeps: Keeps) -> None:
+    """`x + 6 <= 3` implies `x + 5 <= 3` only where neither sum wraps around."""
+    mask = full() & tilegen.predicate(keeps) & parse_mask("keep(h<=k)")
+    expected = torch.broadcast_to(keeps(0, 0, *_grid(5)), (5, 5))
+    assert torch.equal(torch.from_numpy(mask.pairs(5, 5).copy()), expected)
+
+
+def test_the_density_of_a_condition_does_not_depend_on_what_stands_beside_it() -> None:
+    def near(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return ((WEIGHTS[q % 70] + WEIGHTS[k % 70]) % 5 == 0) & (q // 8 == k // 8)
+
+    alone = tilegen.predicate(near)
+    beside = tilegen.predicate(lambda b, h, q, k: (k <= q) & near(b, h, q, k))
+    joined = causal() & alone
+    percents = {value.typical for mask in (alone, beside, joined) for value in mask.values}
+    assert len(percents) == 1
+    assert beside.stand_in == joined.stand_in
+    assert percents.pop() < 100

@@ -26,6 +26,7 @@ from tilegen.masks.language.algebra import (
     opposite,
     subtract,
 )
+from tilegen.masks.language.bounds import LARGEST, MAX_LENGTH, bounded
 from tilegen.masks.language.expr import (
     FALSE,
     PAIR,
@@ -258,7 +259,7 @@ class _Names:
 
         order = sorted(slots, key=lambda slot: (alone(slot), self.tables[slot].part))
         tables = [self.tables[slot] for slot in order]
-        least = min(one.typical if one.axes is None else 100 for one in tables)
+        least = min(abs(one.typical) if one.axes is None else 100 for one in tables)
         percent = self.percents.get(keep, -least)
         places = {slot: (i, self.tables[slot].elements_kind) for i, slot in enumerate(order)}
         read = (replace(one, axes=None, pattern="table", typical=percent) for one in tables)
@@ -303,7 +304,7 @@ def simplified(keep: Expr) -> Expr:
     beside = TRUE if keep.op == "and" else FALSE
     parts = list(keep.args)
     for part in keep.args:
-        if part.op not in ("and", "or"):
+        if part.op not in ("and", "or") and part in parts:
             fact = part if keep.op == "and" else opposite(part)
             parts = [one if one is part else _given(one, fact) for one in parts]
     joined = [set(part.args) for part in parts if part.op in ("and", "or")]
@@ -325,21 +326,25 @@ def _implies(fact: Expr, other: Expr) -> bool:
     """Return whether a comparison implies another, of which both are the same but for a number."""
     if fact is other:
         return True
-    if any(one.op not in ("lt", "le") or not one.args[0].is_int for one in (fact, other)):
+    if not all(one.op in ("lt", "le") and _is_exact(one) for one in (fact, other)):
         return False
     rooms = [one.args[1] - one.args[0] - int(one.op == "lt") for one in (other, fact)]
     more = subtract(*rooms)
     return more.is_const and more.value >= 0
 
 
+def _is_exact(comparison: Expr) -> bool:
+    """Return whether a comparison is of integers whose sums do not wrap around."""
+    ends = (bounded(side, MAX_LENGTH) for side in comparison.args if side.is_int)
+    return comparison.args[0].is_int and all(-LARGEST < low <= high < LARGEST for low, high in ends)
+
+
 def _compared(keep: Expr) -> Expr:
     """Return a comparison of integers with sums of positive factors on its sides: `k<=q+9` for
     `k-q<10` and for `9>=k-q`."""
     of = keep.args[0] if keep.op == "not" else keep
-    if of.op not in ("lt", "le", "eq") or not of.args[0].is_int:
+    if of.op not in ("lt", "le", "eq") or not _is_exact(of):
         return keep
-    if any(node.op == "load" and node.dtype == "int64" for node in of.walk()):
-        return keep  # sums may wrap around
     terms, constant = linear(subtract(of.args[1], of.args[0]))
     constant -= int(of.op == "lt")
     common = gcd(*terms.values())
