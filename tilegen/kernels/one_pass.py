@@ -60,7 +60,7 @@ BWD_ONE_PASS = replace(
     ),
     shows=("dq", "dk", "dv", "dt"),
     knobs=replace(TILES, split_kv=SPLITS[SPLITS.index(TILES.block_n[-1]) :]),
-    supports=frozenset({"training"}),
+    supports=BWD_DKDV.supports | {"training"},
     like=BWD_DKDV.name,
 )
 

@@ -123,7 +123,7 @@ FWD_PAGED = replace(
     described=(),  # rows beyond a request's length are in its last page, and are not loaded
     # The largest splits are for grids whose partial results take much memory (search_space.py).
     knobs=replace(FWD_SPLIT.knobs, split_kv=(*FWD_SPLIT.knobs.split_kv, 16384, 32768, 65536)),
-    supports=frozenset({"pages"}),
+    supports=FWD_SPLIT.supports | {"pages"},
     unpaged=FWD_SPLIT,
 )
 
