@@ -33,6 +33,8 @@ WEIGHTS_RISING = WEIGHTS.sort().values
 IS_TOKEN = torch.arange(LONGEST) < torch.tensor([50, 90])[:, None]
 TRAINED = torch.randn(LONGEST, generator=_random).requires_grad_()
 HOLED = torch.where(torch.arange(LONGEST) % 7 == 3, torch.nan, torch.arange(LONGEST) / 9)
+TENTHS = torch.where(torch.arange(LONGEST) % 2 == 0, torch.tensor(0.1).double(), 0.1)
+"""0.1 as fp32 has it, and as fp64 does."""
 BYTES = torch.randint(0, 256, (LONGEST,), generator=_random, dtype=torch.uint8)
 
 
@@ -77,6 +79,7 @@ MASKS: dict[str, Callable[[Any, Any, Any, Any], Any]] = {
     "remainder by a float of a column": lambda b, h, q, k: WEIGHTS[q] % WEIGHTS[k] < 0.2,
     "remainder of both signs": lambda b, h, q, k: torch.fmod(q - k, 0.7) < 0.1,
     "remainder by infinity": lambda b, h, q, k: (q - k).float() % torch.inf < 7,
+    "doubles beside a number": lambda b, h, q, k: (TENTHS[k] + (q - q) != 0.1) | (k > q),
     # More than 32 bits.
     "hash": lambda b, h, q, k: ((q * 73856093 + k * 19349663) % 1000003) % 10 < 5,
     "wide product": lambda b, h, q, k: q * 1000000 * k <= 5e9,

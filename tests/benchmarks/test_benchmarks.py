@@ -333,7 +333,7 @@ def test_varlen_window(mask: str, window: tuple[int, int]) -> None:
     assert varlen_window(problem) == window
 
 
-@pytest.mark.parametrize("text", ["q64 kv65 d8 fp16 causal", "q64 d8 fp16 causal&window(9,1)"])
+@pytest.mark.parametrize("text", ["q64 kv65 d8 fp16 causal", "q64 d8 fp16 window(9,1)&dilated(2)"])
 def test_varlen_refuses_calls_that_it_would_compute_differently(text: str) -> None:
     with pytest.raises(Unsupported):
         varlen_window(AttentionProblem.parse(f"hq1 {text}"))

@@ -269,7 +269,7 @@ class FamilySpec:
 
 
 def _needs(problem: AttentionProblem, direction: Direction) -> frozenset[Feature]:
-    """Return the features that a pass of a problem needs. Sinks and the order of sums are matters of
+    """Return the features that a pass of a problem needs. Sinks and the order of sums belong to
     the forward; gradients of what a score reads may come from PyTorch."""
     score, is_forward = problem.score, direction == "forward"
     needed: dict[Feature, bool] = {

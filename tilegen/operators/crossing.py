@@ -9,7 +9,7 @@ import torch
 
 from tilegen.errors import InvalidProblem
 from tilegen.masks.kinds import check_mask
-from tilegen.masks.made import Chain, InDocuments
+from tilegen.masks.made import Chain, InDocuments, OfFunction
 from tilegen.masks.mask import NOT, TYPICAL, Mask, values_of
 from tilegen.masks.plain import check_plain
 from tilegen.masks.score import Score, check_function
@@ -128,7 +128,7 @@ def _score(score: Any, encoded: Crossing) -> str:
         made = getattr(score, "_made", None)
         if made is not None and made[0] != "function":
             return _score(made[1], encoded)
-        if made is not None and score.follows is not None:
+        if made is not None and isinstance(score.follows, OfFunction):
             return _function(score.follows.function, encoded)
         if made is not None and score.derived:  # rebuilt from the function alone
             return _function(made[1], encoded)

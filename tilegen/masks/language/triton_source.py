@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial, reduce
 
+import numpy as np
+
 from tilegen.errors import Unsupported
 from tilegen.masks.language import algebra
 from tilegen.masks.language.exactness import exact_parts, separate_products
@@ -363,12 +365,14 @@ class Writer:
                 raise Unsupported(f"expected a function that kernels compute, got the term {expr}")
 
     def _literal(self, number: Expr) -> str:
-        """Return a float as a literal; Triton makes a double of one that fp32 cannot hold."""
+        """Return a float as a literal, or a double that fp32 does not hold as a constant."""
         value = float(number.value)
         if math.isnan(value):
             return 'float("nan")'
         if number.dtype == "float64" and math.isfinite(value):
-            return repr(value)
+            # Triton rounds a literal to fp32, and only then makes a double of it.
+            is_rounded = float(np.float32(value)) != value
+            return f"tl.full((), {value!r}, tl.float64)" if is_rounded else repr(value)
         if abs(value) > FP32_MAX:
             return 'float("inf")' if value > 0 else '-float("inf")'
         return repr(value if abs(value) >= FP32_TINY else 0.0)
