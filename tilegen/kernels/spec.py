@@ -64,7 +64,7 @@ class Knobs:
 
 
 Feature = Literal["scores", "dropout", "training", "sinks", "order", "pages"]
-"""What a kernel may compute: scores that a problem changes; dropout, of weights or their gradients;
+"""Features of kernels: scores that a problem changes; dropout, of weights or their gradients;
 the gradients of tensors that a score reads; rows that start from their head's sink; sums over keys
 in an order that depends on the row's keys alone; keys and values in pages of a cache."""
 
@@ -107,7 +107,7 @@ class KernelSpec:
     """Streamed tensors whose tiles may be loaded through tensor descriptors."""
     knobs: Knobs = Knobs()
     supports: frozenset[Feature] = frozenset()
-    """What the kernel computes beyond plain attention under a mask."""
+    """The features beyond plain attention under a mask."""
     unpaged: KernelSpec | None = None
     """The same kernel for keys outside of pages, if this kernel reads pages."""
     like: str = ""
@@ -249,7 +249,7 @@ class FamilySpec:
 
     @cached_property
     def supports(self) -> frozenset[Feature]:
-        """What the family computes: what one of its kernels does, but the order of sums only if all
+        """The features of any of its kernels, but the order of sums only if all
         keep it."""
         each = [kernel.supports for kernel in self.kernels]
         return frozenset[Feature]().union(*each) - (_BY_ALL - frozenset.intersection(*each))

@@ -38,8 +38,7 @@ class Mask:
     args: tuple[Any, ...] = ()
     """Numbers, texts, alignments, grids, tables and masks."""
     follows: ClassVar[Any] = None
-    """What `noted` keeps of functions that read objects: `follows.now(mask)` is the mask of a
-    call."""
+    """The functions that the mask follows, or None: `follows.now(mask)` is the mask of a call."""
 
     @classmethod
     def of(cls, form: Form, *args: Any) -> Mask:

@@ -182,9 +182,11 @@ class _Names:
         for form in (GLOBAL, PREFIX_LM):  # a prefix that both could take is of the former
             for first, second in permutations(turned, 2):
                 limit = self.prefix(second, K)
-                fits = (
-                    first is at_most(K, Q) if form is PREFIX_LM else self.prefix(first, Q) is limit
-                )
+                if form is PREFIX_LM:
+                    fits = first is at_most(K, Q)
+                else:
+                    number = self.prefix(first, Q)
+                    fits = number is limit or (isinstance(number, int) and number == limit)
                 if limit is None or not fits or first not in turned or second not in turned:
                     continue
                 mask = Mask.of(form, limit)

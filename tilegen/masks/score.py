@@ -121,7 +121,7 @@ class Score:
     """Tensors that a function reads, and on which the result does not depend: their gradient is
     0."""
     follows: ClassVar[Any] = None
-    """What `noted` keeps of functions that read objects: `follows.now(score)` is the score of a
+    """The functions that the score follows, or None: `follows.now(score)` is the score of a
     call."""
 
     def _identity(self) -> tuple[object, ...]:

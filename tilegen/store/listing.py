@@ -126,12 +126,17 @@ def _examine(location: Location, name: str, data: bytes | TilegenError | None) -
             trouble = "disappeared while it was read"
         else:
             record = TuningRecord.from_json(text_of(data))
-            own = path_of_key(record.gpu, record.kernel, json.loads(data)["problem"], record.policy)
-            if name not in (str(record.path), str(own)):
+            if str(record.path) != name != _older_path(record, data):
                 trouble = f"is never found here; it belongs at {location.address(record.path)!r}"
     except (InvalidRecord, Unreachable) as error:
         trouble = one_line(error)
     return Listed(location=location, name=name, record=record, trouble=trouble)
+
+
+def _older_path(record: TuningRecord, data: bytes) -> str:
+    """Return the path of a record under the notation of its mask that the file has."""
+    key = json.loads(data)["problem"]
+    return str(path_of_key(record.gpu, record.kernel, key, record.policy))
 
 
 _WEIGHTS = {  # weight of a difference, by field; other fields weigh 1

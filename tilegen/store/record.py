@@ -283,9 +283,9 @@ def older_paths(
     gpu: str, kernel: Kernel, problem: AttentionProblem, policy: str = POLICY
 ) -> tuple[PurePosixPath, ...]:
     """Return the paths under which earlier tilegens stored records of the same problem."""
-    before, mask, after = problem.rounded.key.partition(f" {problem.mask.notation}")
-    keys = (f"{before} {older}{after}" for older in older_notations(problem.mask) if mask)
-    return tuple(path_of_key(gpu, kernel, key, policy) for key in keys)
+    words = problem.rounded.key.split(" ")
+    keys = ([*words[:MASK], older, *words[MASK + 1 :]] for older in older_notations(problem.mask))
+    return tuple(path_of_key(gpu, kernel, " ".join(key), policy) for key in keys)
 
 
 def path_of_key(gpu: str, kernel: str, key: str, policy: str) -> PurePosixPath:

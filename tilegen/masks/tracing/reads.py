@@ -1,4 +1,4 @@
-"""What a function reads besides its arguments, and whether a trace of it may be used again.
+"""Values that a function reads besides its arguments; they decide whether its trace holds.
 
 A trace is remembered while all that the function reads is the same, if each value is a number, a
 text, a tensor, a module of MODULES, a tuple of such values, or a function for which the same holds.
