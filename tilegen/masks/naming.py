@@ -77,7 +77,9 @@ def canonical(mask: Mask) -> Mask:
             return own
         return replace(ghost, tensor=own.tensor, recipe=own.recipe, part=own.part)
 
-    return _with_percents(with_values(plan, filled))
+    mask = with_values(plan, filled)
+    is_judged = all(value.typical >= 0 for value in plan.values)
+    return mask if is_judged else _with_percents(mask)
 
 
 _plans: BoundedCache[Any, Mask] = BoundedCache(MAX_PLANS)
