@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from tilegen.disk import log
 from tilegen.environment import current
-from tilegen.errors import InvalidProblem, TilegenError, Unsupported
+from tilegen.errors import InvalidProblem, Unsupported, did_you_mean
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import FAMILIES, KERNELS, family_among
 from tilegen.problem import AttentionProblem
@@ -199,12 +199,7 @@ def generate(
 
     problems, devices, out = problems_of(problem, catalog), devices_of(gpu, arch), Path(out)
     directions = ("forward",) if forward_only else BOTH
-    try:
-        path = write_bundle(problems, devices, out, directions=directions, on_kernel=on_kernel)
-    except KeyboardInterrupt:
-        raise TilegenError(
-            f"interrupted; kernels built so far are kept in {out}; rerun the command to continue"
-        ) from None
+    path = write_bundle(problems, devices, out, directions=directions, on_kernel=on_kernel)
     return Bundle(path.parent).manifest
 
 
@@ -359,10 +354,10 @@ def config_of(given: TileConfig | str | None) -> TileConfig | None:
 
 def kernel_named(name: str) -> Kernel:
     """Check the name of a kernel and return it. Raises Unsupported."""
-    for kernel in KERNELS:
-        if kernel == name:
-            return kernel
-    raise Unsupported(f"kernel must be one of {', '.join(KERNELS)}, got {name!r}")
+    if name in KERNELS:
+        return name
+    hint = did_you_mean(name, KERNELS)
+    raise Unsupported(f"kernel must be one of {', '.join(KERNELS)}; got {name!r}{hint}")
 
 
 def kernel_for(name: str, problem: AttentionProblem, gpu: Device) -> Kernel:

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from tilegen.cpus import spec as cpus
 from tilegen.device import Device
 from tilegen.errors import Unsupported
-from tilegen.gpus.spec import GpuSpec, current_gpu, detect, gpu, parse_size, with_fast_memory
+from tilegen.gpus.spec import (
+    GpuSpec,
+    current_gpu,
+    detect,
+    gpu,
+    parse_size,
+    read_gpu,
+    with_fast_memory,
+)
 
 HERE = "cpu"
 """Name that stands for this machine's processor."""
 
 
 def device_named(name: str) -> Device:
-    """Look up a GPU or a processor; `cpu` is this machine's. Raises Unsupported."""
+    """Look up a GPU or a processor; `cpu` is this machine's, and a name that ends in `.toml` that
+    of a file (see `read_gpu`). Raises Unsupported."""
     key = name.strip().lower() if isinstance(name, str) else name
     if key == HERE:
         from tilegen.cpus.host import current_cpu
 
         return current_cpu()
+    if isinstance(name, str) and key.endswith(".toml"):
+        return read_gpu(Path(name))
     processors = {spec.name: spec for spec in cpus.catalogue()}
     return processors[key] if key in processors else gpu(name)
 

@@ -1,6 +1,29 @@
 """All errors that tilegen raises on purpose. Messages name the expected value, the actual value,
 and the remedy."""
 
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import NamedTuple
+
+
+class Word(NamedTuple):
+    """A word of a notation, for `tilegen help` and for errors."""
+
+    written: str
+    """How it is written, with names in capitals for what varies."""
+    meaning: str
+    example: str
+
+
+def did_you_mean(word: object, known: Iterable[str]) -> str:
+    """Return the end of an error about an unknown word: the known words like it, if there are
+    any."""
+    lower, known = str(word).lower(), list(known)
+    close = [lower] if lower in known else difflib.get_close_matches(lower, known)
+    return f"; did you mean {' or '.join(close)}?" if close else ""
+
 
 class TilegenError(Exception):
     """Base class: `except TilegenError` catches all errors of tilegen."""

@@ -6,13 +6,13 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Literal, cast
 
-from tilegen.errors import InvalidProblem, Unsupported
+from tilegen.errors import InvalidProblem, Unsupported, Word, did_you_mean
 from tilegen.kernels.config import Dim, shares_columns
 from tilegen.masks.dilation import grouped_length, grouped_mask, step_of
 from tilegen.masks.form import Shape
 from tilegen.masks.kinds import check_mask
 from tilegen.masks.mask import Mask, full
-from tilegen.masks.notation import parse_mask
+from tilegen.masks.notation import NAMES, parse_mask
 from tilegen.masks.score import ScoreForm, parse_score
 from tilegen.masks.usual import is_surely_solved
 
@@ -26,7 +26,27 @@ MAX_HEADS = 2**20
 PAGES = tuple(1 << i for i in range(9))
 """Numbers of keys that a page of a cache may have."""
 MAX_DIGITS = 12
-
+WORDS = (
+    Word("bN", "sequences; default: 1", "b4"),
+    Word("hqN", "query heads", "hq32"),
+    Word("hkvN", "key-value heads, of which hq is a multiple; default: hq", "hkv8"),
+    Word("qN", "queries of a sequence", "q4096"),
+    Word("kvN", "keys of a sequence; default: q", "kv8192"),
+    Word("dN", "head dim", "d128"),
+    Word("dN/N", "head dims of queries and keys, and of values", "d192/128"),
+    Word("fp16, bf16, fp32", "dtype of q, k and v", "bf16"),
+    Word("MASK", "pairs that are kept; default: full; tilegen help masks", "causal"),
+    Word(
+        "score(EXPRESSION)",
+        "change of the scaled logit s, a function of b, h, q and k, too",
+        "score(s-abs(q-k)/8)",
+    ),
+    Word("dropout", "weights are dropped", "dropout"),
+    Word("invariant", "results of a request do not depend on the batch", "invariant"),
+    Word("pageN", "keys and values in the pages of a cache, N keys each", "page16"),
+    Word("latent", "values are the first columns of keys", "latent"),
+)
+"""The parts of a problem, which may stand in any order."""
 
 INVARIANT = 1, 16, 8192
 """Batch, queries and keys of the size for which kernels of batch-invariant problems are chosen."""
@@ -246,17 +266,15 @@ class AttentionProblem:
             else:
                 masks.append(token)
         missing = [name for name in ("hq", "q", "d") if name not in numbers]
-        # No mask's name ends in digits: words such as fp8, int4 and k4096 are mistakes.
-        strange = [repr(word) for word in masks if re.fullmatch(r"[^()]*[0-9]", word)]
-        is_no_part = f"; {strange[0]} is no part of one" if strange else ""
-        if missing:
-            trouble = f"no {missing[0]}N{is_no_part}"
+        strange = [word for word in masks if re.fullmatch(r"[\w.]+", word) and word not in NAMES]
+        if strange:
+            trouble = f"{strange[0]!r} is no part of one{_meant(strange[0])}"
+        elif missing:
+            trouble = f"no {missing[0]}N"
         elif not dtypes:
-            trouble = f"no dtype, which is one of {', '.join(DTYPE_BYTES)}{is_no_part}"
+            trouble = f"no dtype, which is one of {', '.join(DTYPE_BYTES)}"
         elif len(dtypes) > 1:
             trouble = f"two dtypes, {dtypes[0]} and {dtypes[1]}"
-        elif strange:
-            trouble = is_no_part[2:]
         elif len(masks) > 1:
             trouble = f"two masks, {masks[0]} and {masks[1]}; join them by &, | and ~"
         elif len(scores) > 1:
@@ -300,6 +318,26 @@ def _tokens(text: str) -> list[str]:
         depth += (part == "(") - (part == ")")
         tokens += part if depth <= 0 or not part.isspace() else ""
     return (text if depth else tokens).split()
+
+
+_OTHERS = {
+    **{"h": "hq", "hk": "hkv", "n": "q", "s": "q", "t": "q", "k": "kv", "dim": "d", "hd": "d"},
+    **{"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32"},
+}
+"""Other names of numbers and dtypes, by which people know them."""
+
+
+def _meant(word: str) -> str:
+    """Return the end of the error for a word that is no part of a problem: the part that it stands
+    for, if there is one, such as q4096 for s4k."""
+    lower = word.lower().removeprefix("torch.")
+    if match := re.fullmatch(r"([a-z]+)([0-9]{1,12})([km]?)", lower):
+        name, factor = match[1], {"": 1, "k": 1024, "m": 1024**2}[match[3]]
+        if (name := _OTHERS.get(name, name)) in ("b", "hq", "hkv", "q", "kv", "d", "page"):
+            return f"; did you mean {name}{int(match[2]) * factor}?"
+    if lower in _OTHERS:
+        return f"; did you mean {_OTHERS[lower]}?"
+    return did_you_mean(lower, (*DTYPE_BYTES, *NAMES, "dropout", "invariant", "latent"))
 
 
 def _number(name: str, digits: str) -> int:

@@ -47,6 +47,7 @@ COMMANDS = {
     "fleet proxy",
     "verify",
     "doctor",
+    "help",
     "cache list",
     "cache show",
     "cache why",
@@ -69,13 +70,16 @@ def run(*arguments: str) -> str:
 
 
 def failing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    *arguments: str,
+    code: int = 2,
 ) -> str:
     """Run `main` on a command line that must fail; return its one line."""
     monkeypatch.setattr(sys, "argv", ["tilegen", *arguments])
     with pytest.raises(SystemExit) as caught:
         main.main()
-    assert caught.value.code == 1
+    assert caught.value.code == code
     captured = capsys.readouterr()
     assert captured.out == ""
     (line,) = captured.err.splitlines()
@@ -179,10 +183,13 @@ BAD = {
     "no such option of a subcommand": (["cache", "list", "--no"], "see tilegen cache list --help"),
     "no such option of all": (["--nope"], "see tilegen --help"),
     "number too long": (["propose", f"hq8 q{'9' * 5000} d64 bf16"], "12 digits, got 5000 digits"),
-    "unknown dtype": (["propose", "hq8 q64 d64 fp8"], "bf16, fp32; 'fp8' is no part of one"),
+    "unknown dtype": (["propose", "hq8 q64 d64 fp8"], "'fp8' is no part of one"),
     "no dtype": (["propose", "hq8 q64 d64 causal"], "no dtype, which is one of fp16, bf16, fp32"),
     "two dtypes": (["propose", "hq8 q64 d64 fp16 bf16"], "two dtypes, fp16 and bf16"),
-    "an unknown part": (["propose", "hq8 k64 d64 bf16"], "no qN; 'k64' is no part of one"),
+    "an unknown part": (
+        ["propose", "hq8 k64 d64 bf16"],
+        "'k64' is no part of one; did you mean kv64?",
+    ),
     "two masks": (["propose", "hq8 q64 d64 bf16 full causal"], "two masks, full and causal; join"),
     "time runs back": (["demo", "--seconds", "-1"], "above 0, got -1.0; see tilegen demo --help"),
     "no time": (["tune", PROBLEM, "--seconds", "nan"], "above 0, got nan"),
@@ -196,7 +203,7 @@ BAD = {
         "cannot read /none",
     ),
     "malformed notation": (["propose", "hq8"], "expected a problem"),
-    "mask nobody knows": (["explain", "hq8 q8 d64 bf16 diagonal"], "expected a mask"),
+    "mask nobody knows": (["explain", "hq8 q8 d64 bf16 diagonal(3)"], "expected a mask"),
     "unknown GPU": (["propose", PROBLEM, "--gpu", "h201"], "did you mean h200"),
     "unknown kernel": (["show", PROBLEM, "--kernel", "bwd"], "kernel must be one of"),
     "unknown arch": (["generate", PROBLEM, "--arch", "hopper"], "arch must be one of"),
@@ -215,7 +222,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_user_errors_are_one_line_and_exit_code_1(
+def test_what_is_typed_wrong_is_one_line_and_exit_code_2(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments, message = BAD[name]
@@ -332,7 +339,7 @@ def test_errors_of_the_system_are_one_line(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/mnt/a\n\x1b[31m")
 
     monkeypatch.setattr("tilegen.cli.doctor.examine", full)
-    line = failing(monkeypatch, capsys, "doctor")
+    line = failing(monkeypatch, capsys, "doctor", code=1)
     assert line == r"error: '/mnt/a\n\x1b[31m': No space left on device"
 
 
@@ -343,7 +350,8 @@ def test_ctrl_c_prints_one_line(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("tilegen.cli.doctor.examine", interrupted)
-    assert failing(monkeypatch, capsys, "doctor") == "error: interrupted"
+    line = failing(monkeypatch, capsys, "doctor", code=130)
+    assert line == "error: interrupted; what is done is kept: the same command goes on"
 
 
 def test_tune_without_a_gpu(
@@ -360,6 +368,6 @@ def test_the_installed_command_runs() -> None:
         text=True,
         check=False,
     )
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert result.stderr.count("\n") == 1
     assert result.stderr.startswith("error: expected a problem")

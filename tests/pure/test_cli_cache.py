@@ -186,7 +186,7 @@ def test_push_without_a_shared_location_says_so(
     monkeypatch.setattr("sys.argv", ["tilegen", "cache", "push"])
     with pytest.raises(SystemExit) as caught:
         main.main()
-    assert caught.value.code == 1
+    assert caught.value.code == 2
     assert "error: expected a location, or one in TILEGEN_CACHE_PATH" in capsys.readouterr().err
 
 
@@ -243,7 +243,7 @@ def refused(
     monkeypatch.setattr("sys.argv", ["tilegen", "cache", *arguments])
     with pytest.raises(SystemExit) as caught:
         main.main()
-    assert caught.value.code == 1
+    assert caught.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     return line.removeprefix("error: ")
 

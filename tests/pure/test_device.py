@@ -92,7 +92,9 @@ def test_spellings_of_a_name() -> None:
     assert gpu("H100 PCIe") == gpu("h100_pcie") == gpu("h100-pcie")
 
 
-@pytest.mark.parametrize("name, hint", [("h300", "did you mean h200 or h100"), ("x", "unknown")])
+@pytest.mark.parametrize(
+    "name, hint", [("h300", "did you mean h200 or h100"), ("x", "a file such as")]
+)
 def test_unknown_name_lists_close_ones(name: str, hint: str) -> None:
     with pytest.raises(Unsupported, match=f"gpu must be one of v100, t4.*{name}.*{hint}"):
         gpu(name)

@@ -104,7 +104,7 @@ MALFORMED = {
     "hq8 q8 d64 bf16 fp16": "two dtypes",
     "hq8 hq4 q8 d64 bf16": "two in",
     "hq8 q8 d64 bf16 causal full": "two masks",
-    "hq8 q8 d64 bf16 causl": "expected a mask",
+    "hq8 q8 d64 bf16 causl": "no part of one; did you mean causal",
     "hq8 q8 d64 bf16 score(s*2": ") is missing",
     "hq8 q8 d64 bf16 score(s*(2": ") is missing",
     "hq8 q8 d64 bf16 window(1,2": "expected a mask",

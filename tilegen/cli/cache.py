@@ -20,6 +20,7 @@ from tilegen.cli.options import (
     Kernels,
     Problem,
     console,
+    in_stores,
     print_json,
     print_wrapped,
     titled,
@@ -35,9 +36,7 @@ if TYPE_CHECKING:
     from tilegen.store.record import TuningRecord
     from tilegen.store.transfer import Moved, Wanted
 
-cache_app = typer.Typer(
-    no_args_is_help=True, help="Look into stores of tuned winners, and move records between them."
-)
+cache_app = typer.Typer(no_args_is_help=True, callback=in_stores)
 
 Places = Annotated[list[str] | None, typer.Argument(help=f"{PLACE}; default: all")]
 OwnPlaces = Annotated[list[str] | None, typer.Argument(help=f"{PLACE}; default: own")]
@@ -92,7 +91,7 @@ def cache_show(
     from tilegen.store.places import read_trials
     from tilegen.store.trials import join_trials, trials_path
 
-    parsed, spec = AttentionProblem.parse(problem), device_of(gpu)
+    parsed, spec = AttentionProblem.parse(problem[0]), device_of(gpu)
     shown: list[dict[str, Any]] = []
     for name in kernels_in_use(kernel, parsed, spec):
         if (used := _found(parsed, spec, name)) is None:
@@ -106,7 +105,7 @@ def cache_show(
                 "file": used.file,
                 "origin": used.origin,
                 "borrowed": used.borrowed,
-                "differences": [asdict(difference) for difference in used.differences],
+                "differences": _differences(used),
                 "record": _values(used.record),
                 "others": [_values(other) for other in used.others],
                 "trials": trials,
@@ -147,7 +146,7 @@ def cache_why(
     from tilegen.store.versions import versions_for
     from tilegen.task import KernelTask
 
-    parsed, spec = AttentionProblem.parse(problem), device_of(gpu)
+    parsed, spec = AttentionProblem.parse(problem[0]), device_of(gpu)
     answers: list[dict[str, Any]] = []
     lines, others = [f"{parsed}, on {titled(spec)}"], list[str]()
     for name in kernels_in_use(kernel, parsed, spec):
@@ -163,12 +162,8 @@ def cache_why(
                 "used": None if used is None else str(used),
                 "library": instead,
                 "nearest": [
-                    {
-                        "file": entry.file,
-                        "origin": entry.origin,
-                        "differences": [asdict(difference) for difference in entry.differences],
-                    }
-                    for entry in nearest
+                    {"file": other.file, "origin": other.origin, "differences": _differences(other)}
+                    for other in nearest
                 ],
             }
         )
@@ -388,6 +383,10 @@ def _found(problem: AttentionProblem, spec: Any, kernel: Any) -> Found | None:
 
     task = KernelTask.of(kernel, problem, spec)
     return look_up(task, versions=versions_for(spec), template_digest=template_digest(kernel))
+
+
+def _differences(entry: Any) -> list[dict[str, Any]]:
+    return [asdict(difference) for difference in entry.differences]
 
 
 def _line(record: TuningRecord) -> str:

@@ -62,7 +62,9 @@ def worker(
     gpu: Annotated[
         str | None, typer.Option(help="with --replay or --dry-run: GPU model to stand for")
     ] = None,
-    gpus: Annotated[str, typer.Option(help="all, or 0,2: one worker for each; or how many")] = "",
+    gpus: Annotated[
+        str, typer.Option(help="all, or 0 or 0,2: one worker for each; or how many")
+    ] = "",
     store: Annotated[str, typer.Option(help="location for winners; default: first shared")] = "",
     stale_after: Annotated[
         float,
@@ -80,7 +82,6 @@ def worker(
         raise Unsupported("expected --catalog FILE or a problem's notation")
     if gpus and not dry_run:
         raise typer.Exit(_one_each(_devices(gpus, replay is not None)))
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that claimed trials go back
     from tilegen.compiling.workers import Pool
     from tilegen.fleet.bench import RealMachine, ReplayMachine
     from tilegen.fleet.jobs import jobs_of, read_problems
@@ -239,7 +240,7 @@ def _devices(text: str, replay: bool) -> list[str]:
         exist = len(devices) == int(text)
     elif text == "all" and not replay:
         devices, exist = here, bool(here)
-    elif len(named) > 1 and all(named) and len(set(named)) == len(named):
+    elif (len(named) > 1 or text == "0") and all(named) and len(set(named)) == len(named):
         # Only the driver can check names such as GPU-8932f937.
         devices, exist = named, replay or all(part in here for part in named if part.isdecimal())
     else:

@@ -1,5 +1,4 @@
-"""The command line. Every command takes `--json`; an error of the user is one line and exit
-code 1."""
+"""The command line. Every command takes `--json`; an error is one line and an exit code."""
 
 from __future__ import annotations
 
@@ -7,6 +6,7 @@ import io
 import json
 import logging
 import os
+import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -15,12 +15,14 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.logging import RichHandler
+from rich.markup import escape
 
 from tilegen import api
 from tilegen.cli.bundle import bundle, generate
 from tilegen.cli.cache import cache_app
 from tilegen.cli.candidates import table
 from tilegen.cli.fleet import fleet_app, worker
+from tilegen.cli.help import help_
 from tilegen.cli.options import (
     ByModel,
     DryRun,
@@ -36,15 +38,15 @@ from tilegen.cli.options import (
     print_wrapped,
     say_unless,
     titled,
+    working,
 )
 from tilegen.cli.plans import plan_of, print_plans
 from tilegen.cli.warm import warm
 from tilegen.devices import device_of
-from tilegen.disk import printable
-from tilegen.errors import TilegenError
+from tilegen.disk import log, printable
+from tilegen.errors import InvalidProblem, TilegenError, Unsupported
 
 app = typer.Typer(
-    add_completion=False,
     no_args_is_help=True,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -53,8 +55,9 @@ app = typer.Typer(
 app.add_typer(cache_app, name="cache")
 app.add_typer(fleet_app, name="fleet")
 
-INTERRUPTED = 130
-"""Exit code of a command ended by Ctrl-C, by typer's convention."""
+FAILED, MISTYPED, INTERRUPTED, TERMINATED = 1, 2, 130, 143
+"""Exit codes: it ran and failed, or found something wrong; what was typed is wrong or cannot be
+done here; Ctrl-C; SIGTERM."""
 CommandLineError: Any = next(
     base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException"
 )
@@ -62,7 +65,7 @@ CommandLineError: Any = next(
 
 
 def main() -> None:
-    """Run the command line; turn errors of the user into one line and exit code 1."""
+    """Run the command line; turn errors into one line and an exit code."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # file names may have any characters
         sys.stdout.reconfigure(errors="backslashreplace")
     handler: logging.Handler = logging.StreamHandler()  # no folding unless it is a terminal
@@ -72,11 +75,27 @@ def main() -> None:
         )
     logging.basicConfig(level=logging.WARNING, handlers=[handler], format="%(message)s")
     logging.getLogger("tilegen").setLevel(logging.INFO)
+    codes = [INTERRUPTED]
+
+    def terminate(*_: object) -> None:
+        codes.append(TERMINATED)
+        raise KeyboardInterrupt  # ends what runs as Ctrl-C does, with nothing half-written
+
+    signal.signal(signal.SIGTERM, terminate)
+    try:
+        _run(codes)
+    except BrokenPipeError:  # the reader has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(FAILED)
+
+
+def _run(codes: list[int]) -> None:
+    """Run the command line. The last of `codes` is that of an interrupted command."""
     try:
         code = app(prog_name="tilegen", standalone_mode=False)
         sys.stdout.flush()  # inside the try: a reader that is gone is not an error
         if code == INTERRUPTED:
-            _fail("interrupted")
+            raise KeyboardInterrupt
         if code:  # the command found something wrong
             sys.exit(int(code))
     except CommandLineError as error:
@@ -85,17 +104,17 @@ def main() -> None:
         else:
             context = getattr(error, "ctx", None)
             command = context.command_path if context else "tilegen"
-            _fail(f"{error.format_message().rstrip('.')}; see {command} --help")
+            _fail(f"{error.format_message().rstrip('.')}; see {command} --help", MISTYPED)
     except TilegenError as error:
-        _fail(str(error))
+        _fail(str(error), MISTYPED if isinstance(error, InvalidProblem | Unsupported) else FAILED)
     except (typer.Abort, KeyboardInterrupt):
-        _fail("interrupted")
-    except BrokenPipeError:  # the reader has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        sys.exit(1)
+        _fail("interrupted; what is done is kept: the same command goes on", codes[-1])
+    except BrokenPipeError:
+        raise
     except OSError as error:  # a full disk, a name that is too long
         named = f"{str(error.filename)!r}: " if error.filename else ""
-        _fail(f"{named}{error.strerror or type(error).__name__}")
+        typed = isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError)
+        _fail(f"{named}{error.strerror or type(error).__name__}", MISTYPED if typed else FAILED)
 
 
 def _print_version(wanted: bool) -> None:
@@ -109,10 +128,14 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", help="print the version", callback=_print_version)
+        bool, typer.Option("--version", "-V", help="print the version", callback=_print_version)
     ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="results and errors only")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="the log of all steps, too")] = False,
 ) -> None:
     """Take the options that belong to no command."""
+    if quiet or verbose:
+        log.setLevel(logging.ERROR if quiet else logging.DEBUG)
 
 
 @app.command()
@@ -163,7 +186,7 @@ def propose(
 
     Example: tilegen propose "b4 hq32 hkv8 q4096 d128 bf16 causal" --gpu h200
     """
-    parsed, device = api.problem_of(problem), device_of(gpu, fast_memory)
+    parsed, device = api.problem_of(problem[0]), device_of(gpu, fast_memory)
     candidates = api.propose(parsed, device, kernel=kernel, top=top, compile=compile_)
     if json_:
         print_json([{"gpu": device.name, **asdict(candidate)} for candidate in candidates])
@@ -203,7 +226,7 @@ def explain(
     Example: tilegen explain "b4 hq32 hkv8 q4096 d128 bf16 causal" --gpu a100 --kernel fwd
     """
     if static:
-        read = api.machine_code(problem, gpu, kernel, config, fast_memory)
+        read = api.machine_code(problem[0], gpu, kernel, config, fast_memory)
         if json_:
             print_json([code.values for code in read])
             return
@@ -211,9 +234,15 @@ def explain(
 
         console.print("\n\n".join("\n".join(static_lines(facts)) for facts in read))
         return
-    explanation = api.explain(
-        problem, gpu, kernel=kernel, config=config, fast_memory=fast_memory, by_model=by_model
-    )
+    with working("choosing and compiling"):
+        explanation = api.explain(
+            problem[0],
+            gpu,
+            kernel=kernel,
+            config=config,
+            fast_memory=fast_memory,
+            by_model=by_model,
+        )
     if plot is not None:
         explanation.plot(plot)
     if json_:
@@ -246,7 +275,7 @@ def show(
     """
     device = device_of(gpu)
     rendered = api.show(
-        problem, device, kernel=kernel, config=config, unaligned=unaligned, by_model=by_model
+        problem[0], device, kernel=kernel, config=config, unaligned=unaligned, by_model=by_model
     )
     if json_:
         print_json(
@@ -264,6 +293,7 @@ def show(
         sys.stdout.write(f"# For {titled(device)}.\n{rendered.source}")
 
 
+app.command("help")(help_)
 app.command()(generate)
 app.command()(bundle)
 
@@ -292,13 +322,13 @@ def tune(
         from tilegen.fleet.jobs import jobs_of
         from tilegen.tuning.here import planned_device
 
-        parsed, spec = api.problem_of(problem), planned_device()
+        parsed, spec = api.problem_of(problem[0]), planned_device()
         named = None if kernel == api.ALL else api.kernels_named(kernel, parsed, spec)
         jobs = jobs_of([parsed], spec, named)
         plans = [plan_of(job, search_space(job.task)) for job in jobs]
         print_plans(plans, json_)
         return
-    records = api.tune(problem, kernel=kernel, seconds=seconds, trials=trials, storage=storage)
+    records = api.tune(problem[0], kernel=kernel, seconds=seconds, trials=trials, storage=storage)
     if json_:
         print_json([json.loads(record.to_json()) for record in records])
 
@@ -323,7 +353,8 @@ def verify(
     """
     from tilegen.check.verification import require
 
-    checks = api.verify(problem, gpu, config=config)
+    with working("running kernels and the reference"):
+        checks = api.verify(problem[0], gpu, config=config)
     if json_:
         print_json([asdict(check) for check in checks])
     else:
@@ -348,7 +379,13 @@ def doctor(json_: Json = False) -> None:
         console.print(f"{finding.name:20}{finding.value}")
 
 
-def _fail(message: str) -> None:
-    """Print a message as one line, with control characters escaped, and exit with 1."""
-    print(f"error: {printable(' '.join(message.split()))}", file=sys.stderr)
-    sys.exit(1)
+def _fail(message: str, code: int) -> None:
+    """Print a message as one line, with control characters escaped, and exit. Under `--json` the
+    standard output has it as JSON, too."""
+    line = printable(" ".join(message.split()))
+    if "--json" in sys.argv:
+        print_json({"error": line, "exit": code})
+    Console(stderr=True, soft_wrap=True, highlight=False).print(
+        "[red]error:[/red]", escape(line), sep=" "
+    )
+    sys.exit(code)

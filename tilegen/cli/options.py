@@ -6,20 +6,56 @@ import json
 import math
 import textwrap
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
+from tilegen.api import ALL, FORWARD, kernel_named
 from tilegen.device import Device
+from tilegen.devices import HERE, device_named
+from tilegen.gpus.spec import catalogue
 from tilegen.kernels.registry import KERNELS
+from tilegen.problem import AttentionProblem
 
 EXAMPLE = "b4 hq32 hkv8 q4096 d128 bf16 causal"
 
-Problem = Annotated[str, typer.Argument(help=f'notation, such as "{EXAMPLE}"')]
+
+def _problem(words: list[str]) -> list[str]:
+    """Return one notation for words that a shell has split. Raises InvalidProblem and
+    Unsupported."""
+    AttentionProblem.parse(text := " ".join(words))
+    return [text]
+
+
+def _gpu(name: str | None) -> str | None:
+    """Return the name of a known GPU or processor. Raises Unsupported."""
+    if name is not None and name != HERE:
+        device_named(name)
+    return name
+
+
+def _kernel(name: str) -> str:
+    """Return the name of a kernel, or the word for several. Raises Unsupported."""
+    return name if name in (ALL, FORWARD) else kernel_named(name)
+
+
+def _gpus() -> list[str]:
+    return [spec.name for spec in catalogue()]
+
+
+# Callbacks check names before a command imports anything slow.
+Problem = Annotated[
+    list[str], typer.Argument(help=f'notation, such as "{EXAMPLE}"', callback=_problem)
+]
 Gpu = Annotated[
     str | None,
-    typer.Option(help="catalogue name, or cpu: the one here; default: the GPU here, else cpu"),
+    typer.Option(
+        help="catalogue name, file, or cpu: the one here; default: the GPU here, else cpu",
+        callback=_gpu,
+        autocompletion=_gpus,
+    ),
 ]
 ByModel = Annotated[
     bool, typer.Option("--model", help="the model's ranking alone: compile nothing")
@@ -27,8 +63,22 @@ ByModel = Annotated[
 FastMemory = Annotated[
     str | None, typer.Option(help="shared memory per program instead of the GPU's, such as 48KiB")
 ]
-OneKernel = Annotated[str, typer.Option(help=f"{', '.join(KERNELS)}; forward: its first")]
-Kernels = Annotated[str, typer.Option(help=f"{', '.join(KERNELS)}; all: what the problem needs")]
+OneKernel = Annotated[
+    str,
+    typer.Option(
+        help=f"{', '.join(KERNELS)}; forward: its first",
+        callback=_kernel,
+        autocompletion=lambda: [FORWARD, *KERNELS],
+    ),
+]
+Kernels = Annotated[
+    str,
+    typer.Option(
+        help=f"{', '.join(KERNELS)}; all: what the problem needs",
+        callback=_kernel,
+        autocompletion=lambda: [ALL, *KERNELS],
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="say what would happen, change nothing")]
 
@@ -42,12 +92,24 @@ def titled(device: Device) -> str:
     return f"{device.name} ({device.title})"
 
 
-def print_wrapped(lines: Iterable[str]) -> None:
-    """Print lines, at most WIDTH columns wide; what is left over is indented further."""
+def print_wrapped(lines: Iterable[str], indented: int | None = None) -> None:
+    """Print lines, at most WIDTH columns wide; what is left over is indented by two columns more,
+    or by so many."""
     for line in lines:
-        indent = " " * (len(line) - len(line.lstrip()) + 2)
+        more = len(line) - len(line.lstrip()) + 2 if indented is None else indented
+        indent = " " * more
         for part in textwrap.wrap(line, WIDTH, break_on_hyphens=False, subsequent_indent=indent):
             console.print(part)
+
+
+def working(doing: str) -> AbstractContextManager[object]:
+    """Return a context in which a terminal shows what is being done, until it is done."""
+    return console.status(doing) if console.is_terminal else nullcontext()
+
+
+def in_stores(context: typer.Context) -> None:
+    """Look into stores of tuned winners, and move records between them."""
+    context.with_resource(working("reading and writing stores"))
 
 
 def print_json(value: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from dataclasses import dataclass, replace
 from functools import cache
@@ -10,7 +9,7 @@ from importlib.resources import files
 from typing import Any, ClassVar
 
 from tilegen.device import ONE_THREAD, Device
-from tilegen.errors import Unsupported
+from tilegen.errors import Unsupported, did_you_mean
 
 PAIRED = ("avx512bf16", "amx", "neonbf16")
 """Targets that multiply bf16; others multiply in fp32."""
@@ -85,9 +84,9 @@ def cpu(name: str) -> CpuSpec:
     rows = {spec.name: spec for spec in catalogue()}
     key = name.strip().lower().replace(" ", "-").replace("_", "-")
     if key not in rows:
-        close = difflib.get_close_matches(key, rows, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(close)}?" if close else "unknown processor"
-        raise Unsupported(f"processor must be one of {', '.join(rows)}; got {name!r} ({hint})")
+        raise Unsupported(
+            f"processor must be one of {', '.join(rows)}; got {name!r}{did_you_mean(key, rows)}"
+        )
     return rows[key]
 
 

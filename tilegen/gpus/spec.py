@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
+import math
 import re
 import tomllib
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from tilegen.device import Device
-from tilegen.errors import Unsupported
+from tilegen.errors import Unsupported, did_you_mean
 from tilegen.gpus.nearest import nearest
 
 MIN_FAST_MEMORY, MAX_FAST_MEMORY = 4 * 1024, 16 * 1024 * 1024
@@ -48,6 +49,22 @@ class GpuSpec(Device):
     exp_per_clk_per_sm: int
     """Exponentials that the special-function units of an SM start each clock."""
 
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value, low = getattr(self, field.name), field.name not in _MAY_BE_0
+            if field.type == "str":
+                wanted, right = "text", isinstance(value, str) and value != ""
+            else:
+                wanted = f"{'an int' if field.type == 'int' else 'a number'} of at least {low:d}"
+                is_number = type(value) is int or (field.type == "float" and type(value) is float)
+                right = is_number and low <= value < math.inf
+            if not right:
+                raise Unsupported(f"{field.name} of a GPU must be {wanted}, got {value!r}")
+        if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", self.name):  # records have a folder of the name
+            raise Unsupported(
+                f"name of a GPU must be letters a to z, digits and hyphens, got {self.name!r}"
+            )
+
     @property
     def on_chip_bytes(self) -> int:
         """Fast memory, the `M` of the bounds [bytes]: the shared memory of a program, and the
@@ -60,6 +77,9 @@ class GpuSpec(Device):
         return self.num_sms
 
 
+_MAY_BE_0 = ("registers_per_sm", "tensor_memory_per_sm")  # 0 registers: bounds of one memory alone
+
+
 def gpu(name: str, *, fast_memory: int | None = None) -> GpuSpec:
     """Look up a GPU model in the catalogue. Raises Unsupported.
 
@@ -70,10 +90,17 @@ def gpu(name: str, *, fast_memory: int | None = None) -> GpuSpec:
     key = (
         name.strip().lower().replace(" ", "-").replace("_", "-") if isinstance(name, str) else name
     )
+    if isinstance(name, str) and key not in rows:  # perhaps the driver's name, or an architecture
+        key = next((spec.name for spec, pattern in _rows() if re.search(pattern, name)), key)
+        if alike := [spec.name for spec in rows.values() if spec.arch == name]:
+            raise Unsupported(
+                f"expected a GPU, got the architecture {name}, which is that of "
+                f"{', '.join(alike)}; name one, such as {_TYPICAL[name]}, which stands for the "
+                "architecture where no GPU is named"
+            )
     if key not in rows:
-        close = difflib.get_close_matches(str(key), rows, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(close)}?" if close else "unknown GPU"
-        raise Unsupported(f"gpu must be one of {', '.join(rows)}; got {name!r} ({hint})")
+        hint = did_you_mean(key, rows) or "; for others, a file such as mine.toml"
+        raise Unsupported(f"gpu must be one of {', '.join(rows)}; got {name!r}{hint}")
     spec = rows[key]
     return spec if fast_memory is None else with_fast_memory(spec, fast_memory)
 
@@ -222,11 +249,26 @@ def _stand_in(arch: str, num_sms: int) -> GpuSpec:
 @cache
 def _rows() -> tuple[tuple[GpuSpec, str], ...]:
     """Load the catalogue: each row, with the pattern of the GPU's name in the driver."""
-    names = {field.name for field in fields(GpuSpec)}
     table = tomllib.loads((files("tilegen.gpus") / "gpus.toml").read_text(encoding="utf-8"))
     rows: list[tuple[GpuSpec, str]] = []
     for row in table["gpu"]:
-        values = {name: row[name] for name in names}
-        values["source"] = f"{row['source']}; L2 bandwidth: {row['l2_bandwidth_source']}"
-        rows.append((GpuSpec(**values), row["driver_name"]))
+        pattern, l2_source = row.pop("driver_name"), row.pop("l2_bandwidth_source")
+        row["source"] += f"; L2 bandwidth: {l2_source}"
+        rows.append((GpuSpec(**row), pattern))
     return tuple(rows)
+
+
+def read_gpu(path: Path) -> GpuSpec:
+    """Read a GPU model that is not in the catalogue from a TOML file, with the fields of `GpuSpec`.
+    Raises Unsupported."""
+    try:
+        row: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise Unsupported(f"cannot read the GPU in '{path}': {why}") from None
+    names = {field.name for field in fields(GpuSpec)}
+    wrong = {"missing": names - set(row), "unknown": set(row) - names}
+    if any(wrong.values()):
+        parts = [f"{what}: {', '.join(sorted(some))}" for what, some in wrong.items() if some]
+        raise Unsupported(f"expected the fields of a GpuSpec in '{path}'; {'; '.join(parts)}")
+    return GpuSpec(**row)

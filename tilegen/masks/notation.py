@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar, cast, get_args
 
-from tilegen.errors import InvalidProblem
+from tilegen.errors import InvalidProblem, Word, did_you_mean
 from tilegen.masks.language.reader import Reader
 from tilegen.masks.mask import Mask, causal, full, intersect, sliding_window, unite
 from tilegen.masks.usual import (
@@ -28,13 +28,65 @@ from tilegen.parsing import parse_expression
 
 MAX_TREE = 2**14
 """Most drafted tokens of a tree."""
-FORMS = (
-    "full, causal, causal(bottom_right), window(LEFT,RIGHT), window(LEFT,RIGHT,bottom_right), "
-    "prefix_lm(N), global(N), kv_prefix(N), dilated(STEP), neighborhood(HxW,HxW), "
-    "documents(@q:LENGTH), same_id(@q:LENGTH,@k:LENGTH), within(same_id(...),MASK), "
-    "tree(@:TOKENS), block_sparse(@:PERCENT,BLOCK), ordered(@k:LENGTH), matched(@k:LENGTH), "
-    "keep(EXPRESSION of b, h, q and k), unlisted(MASK), joined by & | ~ and parentheses"
+MASKS = (
+    Word("full", "every pair", "full"),
+    Word("causal", "k <= q", "causal"),
+    Word(
+        "causal(bottom_right)",
+        "the same, where the last query meets the last key",
+        "causal(bottom_right)",
+    ),
+    Word("window(LEFT,RIGHT)", "q - LEFT <= k <= q + RIGHT; -1: no limit", "window(127,0)"),
+    Word(
+        "window(LEFT,RIGHT,bottom_right)",
+        "the same, where the last query meets the last key",
+        "window(127,0,bottom_right)",
+    ),
+    Word("prefix_lm(N)", "k <= q or k < N", "prefix_lm(100)"),
+    Word("global(N)", "q < N or k < N", "global(4)"),
+    Word("kv_prefix(N)", "k < N; @b: a length of each batch entry", "kv_prefix(@b:1000)"),
+    Word("dilated(STEP)", "(q - k) % STEP == 0", "dilated(4)"),
+    Word(
+        "neighborhood(HxW,HxW)",
+        "the window of HxW around a position of a grid of HxW",
+        "neighborhood(16x16,5x5)",
+    ),
+    Word(
+        "documents(@q:LENGTH)",
+        "both in one of the packed documents, whole, LENGTH tokens each",
+        "documents(@q:64)",
+    ),
+    Word(
+        "same_id(@q:LENGTH,@k:LENGTH)",
+        "ids[q] == ids[k]; LENGTH tokens share an id",
+        "same_id(@q:64,@k:64)",
+    ),
+    Word(
+        "within(same_id(...),MASK)",
+        "MASK inside of each document, counted from its first token",
+        "within(same_id(@q:64,@k:64),causal)",
+    ),
+    Word(
+        "tree(@:TOKENS)",
+        "keys before the queries; of TOKENS drafted ones the ancestors",
+        "tree(@:32)",
+    ),
+    Word(
+        "block_sparse(@:PERCENT,BLOCK)",
+        "the blocks of a layout, PERCENT of all",
+        "block_sparse(@:25,64)",
+    ),
+    Word(
+        "ordered(@k:LENGTH)",
+        "a number of the key that is at most one of the query",
+        "ordered(@k:64)",
+    ),
+    Word("matched(@k:LENGTH)", "a number of the key that is one of the query's", "matched(@k:64)"),
+    Word("keep(EXPRESSION of b, h, q and k)", "where the expression is true", "keep(k%4==q%4)"),
+    Word("unlisted(MASK)", "MASK, without lists of tiles", "unlisted(dilated(4))"),
 )
+"""The masks of the notation. `@` stands for a tensor: its axes, and a typical value."""
+FORMS = f"{', '.join(word.written for word in MASKS)}, joined by & | ~ and parentheses"
 
 
 def parse_mask(text: str) -> Mask:
@@ -101,7 +153,8 @@ class _Masks(Reader):
         try:
             return CONSTRUCTORS[name](*given)
         except (KeyError, TypeError):  # no such name, too many arguments, or too few
-            raise InvalidProblem(self.unread) from None
+            hint = "" if name in CONSTRUCTORS else did_you_mean(name, NAMES)[2:]
+            raise InvalidProblem(hint or self.unread) from None
 
     def operand(self, node: ast.expr, depth: int) -> Any:
         return _mask(self.read(node, depth))
@@ -229,3 +282,4 @@ CONSTRUCTORS: dict[str, Callable[..., Mask]] = {
     "matched": lambda column: _comparison("matched", column),
 }
 """The masks that a notation may name, made of what it has in brackets; `global_` is `global`."""
+NAMES = tuple(dict.fromkeys(word.written.partition("(")[0] for word in MASKS))
