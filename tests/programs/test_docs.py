@@ -129,6 +129,13 @@ def test_every_constant_of_emitted_kernels_is_in_the_legend() -> None:
             assert f"`{name}`" in LEGEND, name
 
 
+def test_changes_begin_with_the_version() -> None:
+    changes = (ROOT / "tilegen" / "CHANGES.md").read_text(encoding="utf-8").splitlines()
+    assert re.fullmatch(
+        rf"Version {re.escape(tilegen.__version__)}, \d{{4}}-\d\d-\d\d\.", changes[2]
+    )
+
+
 def test_both_set_up_commands_are_there_once() -> None:
     commands = re.findall(r"^python3 -m venv .*$", README, re.MULTILINE)
     assert len(commands) == 2
