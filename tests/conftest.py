@@ -41,6 +41,10 @@ MOST_WORKERS = 8
 """Each holds PyTorch and SymPy, half a gigabyte; the slowest tests would not end any sooner."""
 SHARE = 10
 """One in so many of the tests marked `sampled` runs."""
+SLOW = ("compile_only", "compiled", "traced")
+"""Folders of slow tests, with long lists of cases."""
+FEW = 3
+"""Of lists of so many cases all run."""
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
 # --------------------------------------------------------------------------------------------------
@@ -71,7 +75,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all",
         action="store_true",
-        help="run all tests that are marked `sampled`, not a tenth of them",
+        help="run all cases of long lists, not a third or a tenth of them",
     )
 
 
@@ -136,23 +140,47 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _sample(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep a tenth of the tests marked `sampled`, another for each commit, unless tests are named.
+    """Keep some of the tests of long lists, others for each commit, unless tests are named.
 
-    They break the code, or vary one thing over a long list: most faults turn many of them red.
+    Of those marked `sampled` a tenth: they break the code, or vary one thing, and most faults turn
+    many of them red. Of the slow folders a third of each list (see `_beyond`).
     """
-    named = any("::" in arg for arg in config.args) or config.option.keyword
+    keyword = config.option.keyword
+    named = any("::" in arg for arg in config.args) or (keyword and not keyword.startswith("not "))
     if config.getoption("--all") or named:
         return
     seed = _seed()
-    dropped = [
-        item
-        for item in items
-        if item.get_closest_marker("sampled")
-        and zlib.crc32(f"{seed}:{item.nodeid}".encode()) % SHARE
-    ]
+    dropped: set[pytest.Item] = set()
+    lists: dict[object, list[Any]] = {}
+    for item in items:
+        number = zlib.crc32(f"{seed}:{item.nodeid}".encode())
+        if item.get_closest_marker("sampled"):
+            dropped |= {item} if number % SHARE else set()
+        elif item.path.parent.name in SLOW and hasattr(item, "callspec"):
+            lists.setdefault((item.path, getattr(item, "function", None)), []).append(
+                (number, item)
+            )
+    for cases in lists.values():
+        dropped.update(_beyond([case for _, case in sorted(cases, key=lambda case: case[0])]))
     if dropped:
-        config.hook.pytest_deselected(items=dropped)
-        items[:] = [item for item in items if item not in set(dropped)]
+        config.hook.pytest_deselected(items=list(dropped))
+        items[:] = [item for item in items if item not in dropped]
+
+
+def _beyond(cases: list[Any]) -> list[Any]:
+    """Return the cases of a test that are left out: of more than FEW all but a third, and all but
+    those that have the first of a parameter's values, if there are several parameters."""
+    several = sum(1 for _ in cases[0].iter_markers("parametrize")) > 1
+    seen: set[tuple[str, int]] = set()
+    repeated: list[Any] = []
+    for case in cases:
+        params = case.callspec.params.items() if several else ()
+        values = {(name, id(value)) for name, value in params}
+        if values <= seen:
+            repeated.append(case)
+        seen |= values
+    least = max(FEW, -(-len(cases) // 3))
+    return repeated[max(0, least - (len(cases) - len(repeated))) :]
 
 
 @functools.cache

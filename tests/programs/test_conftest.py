@@ -113,3 +113,46 @@ def test_folders_are_spread_over_the_cores_and_files_are_not(suite: Path) -> Non
         code, output = spread_pytest_in(suite, *arguments)
         assert code == 0
         assert " worker" not in output
+
+
+LONG = """
+import pytest
+
+@pytest.mark.parametrize("number", range(30))
+def test_one_list(number): ...
+
+@pytest.mark.parametrize("row", range(6))
+@pytest.mark.parametrize("column", "abcde")
+def test_rows_and_columns(row, column): ...
+
+@pytest.mark.parametrize("number", range(3))
+def test_few(number): ...
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("number", range(200))
+def test_sampled(number): ...
+"""
+
+
+def test_of_long_lists_some_cases_run_and_others_for_each_commit(suite: Path) -> None:
+    (suite / "tests" / "compiled").mkdir()
+    (suite / "tests" / "compiled" / "test_long.py").write_text(LONG)
+
+    def ran(name: str, *arguments: str, seed: str = "1") -> set[str]:
+        code, output = pytest_in(suite, "-v", "tests/compiled", *arguments, TESTS_SEED=seed)
+        assert code == 0
+        return set(re.findall(rf"::test_{name}\[(\S+)\] PASSED", output))
+
+    first, second = ran("one_list"), ran("one_list", seed="2")
+    assert len(first) == len(second) == 10
+    assert first != second
+    assert ran("one_list") == first
+    cells = ran("rows_and_columns")
+    assert 6 <= len(cells) < 30
+    assert {cell[0] for cell in cells} == set("abcde")
+    assert {cell[-1] for cell in cells} == set("012345")
+    assert ran("few") == set("012")
+    assert 5 < len(ran("sampled")) < 50
+    for everything in (["--all"], ["-k", "one_list"]):
+        assert len(ran("one_list", *everything)) == 30
+    assert len(ran("one_list", "-k", "not few")) == 10

@@ -45,6 +45,7 @@ DIVISORS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("divisor", DIVISORS)
 @pytest.mark.parametrize("dividend", DIVIDENDS)
 @pytest.mark.parametrize("name", OPERATIONS)
