@@ -25,6 +25,7 @@ from benchmarks.environment import RESULTS, Environment, environment, path_of_ca
 from benchmarks.rows import append, read, same_values, with_environment
 from tilegen import cpu, pipeline
 from tilegen.check.peers import Attention, flex, sdpa
+from tilegen.check.peers import standard as peers_standard
 from tilegen.check.reference import dense_mask
 from tilegen.cpu.passes import passes_to_time
 from tilegen.cpu.target import host
@@ -115,17 +116,7 @@ def standard(problem: AttentionProblem) -> Attention | None:
     emulated = problem.dtype == "bf16" and not host().pairs
     if scores > (MOST_EMULATED if emulated else MOST_SCORES):
         return None
-    mask = None
-    if not problem.mask.is_full:
-        mask = ~dense_mask(problem.mask, problem.seqlen_q, problem.seqlen_kv, "cpu")
-
-    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
-        if mask is not None:
-            scores = scores.masked_fill(mask, float("-inf"))
-        return scores.softmax(-1) @ v
-
-    return attention
+    return peers_standard(problem, "cpu")
 
 
 def peers(problem: AttentionProblem, *, with_flex: bool) -> dict[str, Attention]:

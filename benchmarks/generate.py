@@ -31,11 +31,11 @@ from benchmarks.environment import (
     path_of_calls,
 )
 from benchmarks.rows import append, read, same_values, with_environment
-from benchmarks.whole import memory
 from benchmarks.whole.generation import Case, Generated, Generating, Way
 from benchmarks.whole.models import require_transformers
 from benchmarks.whole.progress import progress
-from benchmarks.whole.workers import DoesNotFit, Failed, Worker
+from tilegen.comparing import memory
+from tilegen.comparing.children import DoesNotFit, Failed, Worker
 
 ATTENTIONS = "tilegen", "eager", "sdpa"
 ROUNDS = 5

@@ -29,13 +29,13 @@ from benchmarks.environment import (
     path_of_calls,
 )
 from benchmarks.rows import append, read, same_values, with_environment
-from benchmarks.whole import memory
 from benchmarks.whole.losses import CASES as OF_LOSSES
 from benchmarks.whole.losses import LossRow, compare
 from benchmarks.whole.models import FEATURES, MODELS, require_transformers
 from benchmarks.whole.progress import progress
 from benchmarks.whole.training import Case, Training, why_not
-from benchmarks.whole.workers import DoesNotFit, Failed, Worker
+from tilegen.comparing import memory
+from tilegen.comparing.children import DoesNotFit, Failed, Worker
 
 ATTENTIONS = "tilegen", "eager", "sdpa", "flex_attention"
 """In the order of turns."""

@@ -15,7 +15,7 @@ import typer
 
 from benchmarks.environment import RESULTS
 from benchmarks.rows import markdown, read
-from benchmarks.whole.lines import fitted_lines, growth
+from benchmarks.whole.lines import fitted_lines
 
 Row = Mapping[str, str]
 Case = dict[str, Row]
@@ -83,7 +83,6 @@ def tables(folder: Path) -> dict[str, str]:
         "Training": training(read(folder / "train.csv")),
         "Losses of fifty steps": losses(read(folder / "losses.csv")),
         "Generation": generation(read(folder / "generate.csv")),
-        "Memory against the length": memory(read(folder / "memory_length.csv")),
         "Block-sparse": sparse(read(folder / "sparse_share.csv")),
         "What the papers claim": claims(read(folder / "train.csv")),
     }
@@ -155,22 +154,6 @@ def generation(rows: Sequence[Row]) -> str:
 
 
 _TIMES, _WHAT = ("first_ms", "per_token_ms"), ("first", "per_token")
-
-
-def memory(rows: Sequence[Row]) -> str:
-    """Return the memory of each length, and how it grows."""
-    lines: dict[tuple[str, str], Case] = defaultdict(dict)
-    for row in rows:
-        lines[row["mask"], row["seqlen"]][row["attention"]] = row
-    order = "tilegen", "sdpa", "eager"
-    cells = [
-        [*key, *(_cell(of_key, name, "peak_mib", "{:.0f}") for name in order)]
-        for key, of_key in sorted(lines.items(), key=lambda one: (one[0][0], int(one[0][1])))
-    ]
-    if not cells:
-        return ""
-    table = markdown(("mask", "tokens", "tilegen", "SDPA", "eager"), cells)
-    return "\n\n".join([table, "\n".join(f"- {text}" for text in growth(rows))])
 
 
 def sparse(rows: Sequence[Row]) -> str:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tilegen.calls.varlen import attention_jagged, attention_varlen
     from tilegen.calls.warm import warm
     from tilegen.check.verification import Check
+    from tilegen.comparing.compare import compare
     from tilegen.emit.identity import RenderedKernel
     from tilegen.environment import settings
     from tilegen.explaining.text import Explanation
@@ -91,6 +92,7 @@ _HOME = {
     "bigbird": "tilegen.masks",
     "block_sparse": "tilegen.masks",
     "causal": "tilegen.masks",
+    "compare": "tilegen.comparing.compare",
     "deactivate": "tilegen.integrations.flash_backend",
     "detect": "tilegen.gpus.spec",
     "dilated": "tilegen.masks",
@@ -154,6 +156,7 @@ __all__ = [
     "bigbird",
     "block_sparse",
     "causal",
+    "compare",
     "deactivate",
     "detect",
     "dilated",

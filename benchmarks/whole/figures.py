@@ -25,7 +25,7 @@ STYLES = {
 
 def draw_all(folder: Path) -> None:
     """Draw each figure of which a folder has the rows, beside them."""
-    savers = {"train": save_training, "memory_length": save_memory, "sparse_share": save_sparse}
+    savers = {"train": save_training, "sparse_share": save_sparse}
     for name, save_rows in savers.items():
         path = folder / f"{name}.csv"
         if rows := read(path):
@@ -36,17 +36,6 @@ def save_training(rows: Sequence[Row], path: Path) -> None:
     """Draw the figure of training, and write it beside the rows."""
     require_matplotlib()
     save(training(rows), path.with_suffix(""))
-
-
-def save_memory(rows: Sequence[Row], path: Path) -> None:
-    """Draw memory against length, a panel for each mask."""
-    require_matplotlib()
-    panels = {
-        f"{mask}, fp32": [row for row in rows if row["mask"] == mask]
-        for mask in dict.fromkeys(row["mask"] for row in rows)
-    }
-    labels = "tokens", "MiB, forward and backward"
-    save(curves(panels, x="seqlen", y="peak_mib", labels=labels), path.with_suffix(""))
 
 
 def save_sparse(rows: Sequence[Row], path: Path) -> None:

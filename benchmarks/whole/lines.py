@@ -1,10 +1,9 @@
-"""Growth of memory with the length, and of time with the share of blocks."""
+"""Growth of time with the share of blocks."""
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,17 +35,3 @@ def fitted_lines(rows: Sequence[Mapping[str, str]]) -> dict[tuple[str, str, str]
             key = row["seqlen"], row["dtype"], row["direction"]
             points[key].append((float(row["share"]), float(row["ms"])))
     return {key: fitted(of_key) for key, of_key in points.items() if len(of_key) > 2}
-
-
-def growth(rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
-    """Yield how the memory of each attention grows: the exponent over the last two doublings."""
-    points: dict[tuple[str, str], list[tuple[int, float]]] = defaultdict(list)
-    for row in rows:
-        if row["status"] == "ok":
-            key = row["mask"], row["attention"]
-            points[key].append((int(row["seqlen"]), float(row["peak_mib"])))
-    for (mask, attention), of_key in points.items():
-        if len(of_key) > 2:
-            (first, less), _, (last, more) = sorted(of_key)[-3:]
-            exponent = math.log(more / less) / math.log(last / first)
-            yield f"{mask:7} {attention:8} {more:8.0f} MiB at {last}, grows as N^{exponent:.2f}"

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.whole import memory
 from benchmarks.whole.models import MODELS, Feature
 from benchmarks.whole.share import watched
+from tilegen.comparing import memory
 
 LEARNING_RATE = 3e-4
 

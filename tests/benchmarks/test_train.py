@@ -16,7 +16,7 @@ from benchmarks import train
 from benchmarks.environment import ROOT
 from benchmarks.rows import read
 from benchmarks.whole.models import MODELS
-from benchmarks.whole.workers import DoesNotFit, Failed, Worker
+from tilegen.comparing.children import DoesNotFit, Failed, Worker
 
 CASE = "gpt2-tiny b1 q64 fp32 plain"
 
@@ -59,7 +59,7 @@ class Sleeps:
 def test_a_worker_ends_with_its_parent_whatever_it_does(tmp_path: Path) -> None:
     path = tmp_path / "pid"
     code = (
-        "from benchmarks.whole.workers import Worker\n"
+        "from tilegen.comparing.children import Worker\n"
         "from tests.benchmarks.test_train import Sleeps\n"
         "if __name__ == '__main__':\n"
         f"    worker = Worker(Sleeps, {str(path)!r}, gib=1.0, device='cpu', threads=1)\n"

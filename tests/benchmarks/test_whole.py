@@ -1,4 +1,4 @@
-"""Benchmarks of memory against the length and of block-sparse attention, at small sizes."""
+"""Benchmarks of block-sparse attention, at small sizes, and the page of whole runs."""
 
 from __future__ import annotations
 
@@ -7,53 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import memory_length, sparse_share, train, whole_summary
-from benchmarks.environment import RESULTS, environment
+from benchmarks import sparse_share, train, whole_summary
+from benchmarks.environment import RESULTS
 from benchmarks.rows import read
-from benchmarks.whole.lines import fitted, growth
-from benchmarks.whole.workers import Worker
-
-DIM = memory_length.HEAD_DIM
-
-
-def test_memory_grows_with_the_length_or_with_its_square(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By lengths at which nothing else of a process is as large as a head's scores."""
-    monkeypatch.delenv("TILEGEN_CPU")  # kernels
-    peaks: dict[str, list[float]] = {}
-    for attention in ("tilegen", "eager"):
-        worker = Worker(
-            *(memory_length.Attention, attention, "causal", "cpu"), gib=2.0, device="cpu", threads=1
-        )
-        with worker:
-            rows = [worker.call("measured", seqlen) for seqlen in (1024, 4096)]
-        kept = [row["kept_bytes_per_token"] for row in rows]
-        if attention == "tilegen":
-            assert kept == [4 * (DIM + 1)] * 2, "out and lse, in fp32"
-        else:
-            assert kept[1] > 4 * 4096, "a row of weights"
-        peaks[attention] = [row["peak_mib"] for row in rows]
-    assert peaks["tilegen"][1] < 6 * peaks["tilegen"][0]
-    assert peaks["eager"][1] > 6 * peaks["eager"][0]
-
-
-def test_the_growth_is_an_exponent() -> None:
-    rows = [
-        {"status": "ok", "mask": "causal", "attention": name, "seqlen": str(n), "peak_mib": str(x)}
-        for name, power in (("tilegen", 1), ("eager", 2))
-        for n in (64, 128, 256)
-        for x in [3.0 * n**power]
-    ]
-    linear, square = growth(rows)
-    assert linear.endswith("N^1.00")
-    assert square.endswith("N^2.00")
-
-
-def test_a_length_that_does_not_fit_and_one_that_takes_too_long() -> None:
-    machine = environment()
-    row = memory_length.measure("causal", 16384, "eager", machine, 0.5)
-    assert (row.status, row.peak_mib) == ("does not fit", None)
-    row = memory_length.measure("causal", 2**20, "eager", machine, 0.5)
-    assert row.status == "not tried"
+from benchmarks.whole.lines import fitted
 
 
 def test_times_of_blocks_and_a_run_that_goes_on(

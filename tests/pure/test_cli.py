@@ -48,6 +48,7 @@ COMMANDS = {
     "verify",
     "doctor",
     "help",
+    "compare",
     "cache list",
     "cache show",
     "cache why",

@@ -70,6 +70,29 @@ def _sdpa_mask(problem: AttentionProblem, device: str, *, has_causal_bias: bool)
     return {"attn_mask": dense_mask(mask, problem.seqlen_q, problem.seqlen_kv, device, **over)}
 
 
+def standard(problem: AttentionProblem, device: str) -> Attention:
+    """Return attention by two products and a softmax, which writes all scores to memory."""
+    from tilegen.check.reference import dense_mask
+
+    _refuse_score(problem, "standard attention")
+    _refuse_large_scores(problem)
+    mask, group = problem.mask, problem.group_size
+    over = {"batch": problem.batch, "heads": problem.num_heads_q}
+    dropped = None
+    if not mask.is_full:
+        dropped = ~dense_mask(mask, problem.seqlen_q, problem.seqlen_kv, device, **over)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if group > 1:
+            k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
+        if dropped is not None:
+            scores = scores.masked_fill(dropped, float("-inf"))
+        return scores.softmax(-1) @ v
+
+    return attention
+
+
 def _refuse_score(problem: AttentionProblem, name: str) -> None:
     if problem.score:
         raise Unsupported(f"{name} is compared on masks only; not with {problem.score.notation}")

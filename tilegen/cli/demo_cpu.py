@@ -86,6 +86,7 @@ class CpuDemo:
         took = seconds_text(time.perf_counter() - started)
         self.say(f"{len(checks)} outputs right; {took} in all")
         self.say(f'to read a kernel, type: tilegen show "{problem}" --kernel fwd')
+        self.say(f'for other lengths: tilegen compare "{problem}" --backward')
         return {
             "problem": problem.key,
             "processor": processor(),

@@ -21,6 +21,7 @@ from tilegen import api
 from tilegen.cli.bundle import bundle, generate
 from tilegen.cli.cache import cache_app
 from tilegen.cli.candidates import table
+from tilegen.cli.compare import compare
 from tilegen.cli.fleet import fleet_app, worker
 from tilegen.cli.help import help_
 from tilegen.cli.options import (
@@ -294,6 +295,7 @@ def show(
 
 
 app.command("help")(help_)
+app.command()(compare)
 app.command()(generate)
 app.command()(bundle)
 

@@ -1,4 +1,4 @@
-"""Make functions that time the passes of a problem on the CPU: tilegen's calls, and PyTorch's."""
+"""Make functions that time the passes of a problem: tilegen's calls, and PyTorch's."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ DROPOUT = 0.1
 
 
 def passes_to_time(
-    problem: AttentionProblem, peers: Mapping[str, Attention] | None = None
+    problem: AttentionProblem, peers: Mapping[str, Attention] | None = None, device: str = "cpu"
 ) -> dict[str, dict[str, Function]]:
     """Make functions that compute `forward` and `backward`, by tilegen and by its peers.
 
     `peers` defaults to SDPA if SDPA can compute the problem.
     """
-    x = make_inputs(problem, device="cpu")
-    problem = replace(problem, mask=problem.mask.realized(problem.shape, "cpu"))
-    score = problem.score and typical_score(problem.score, problem.shape, "cpu")
+    x = make_inputs(problem, device=device)
+    problem = replace(problem, mask=problem.mask.realized(problem.shape, device))
+    score = problem.score and typical_score(problem.score, problem.shape, device)
     dropped = DROPOUT if problem.dropout else 0.0
     ours: Attention = partial(attention, mask=problem.mask, score=score, dropout_p=dropped)
     if peers is None:
         try:
-            peers = {"SDPA": sdpa(problem, "cpu")}
+            peers = {"SDPA": sdpa(problem, device)}
         except TilegenError:  # for example a score, which SDPA does not support
             peers = {}
     functions: dict[str, dict[str, Function]] = {"forward": {}, "backward": {}}

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.whole import memory
+from tilegen.comparing import memory
 
 NO_MEMORY = ("can't allocate memory", "out of memory", "bad_alloc", "cannot allocate memory")
 """Parts of messages of allocations that failed."""

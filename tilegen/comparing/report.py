@@ -1,0 +1,160 @@
+"""Text and picture of a comparison."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tilegen.disk import write_whole
+from tilegen.errors import Unsupported
+from tilegen.units import memory_text, ratio_text, seconds_text
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from tilegen.comparing.compare import Cell, Row
+
+FORMATS = (".png", ".svg")
+GREY = "#808080"
+"""Colour of axes and text, which can be read on white and on black."""
+COLOURS = {
+    "tilegen": "#1f9e89",
+    "sdpa flash": "#e6803c",
+    "sdpa efficient": "#b565c9",
+    "sdpa cudnn": "#5b8ff9",
+    "sdpa math": "#c8a415",
+    "flex": "#d6477a",
+    "standard": GREY,
+}
+LENGTH, COLUMN = 10, 14
+"""Least widths of the columns of a table [characters]."""
+
+
+def title(row: Row) -> str:
+    """Return the line above the rows of a comparison."""
+    parts = row.problem.split()
+    problem = " ".join(part for part in parts if not part.startswith(("q", "kv")))
+    threads = f", {row.threads} thread{'s' * (row.threads != 1)}" if row.threads else ""
+    kind = "predicted" if any(cell.predicted for cell in row.cells) else "measured"
+    return f"{problem}, {kind}, on {row.device}{threads}"
+
+
+def header(row: Row) -> str:
+    """Return the heads of the columns."""
+    return _line("length", row, [cell.attention for cell in row.cells])
+
+
+def lines(row: Row) -> Iterator[str]:
+    """Yield the line of times, with their ratios to tilegen's, and the line of memory."""
+    head = f"{row.length} {'fwd' if row.direction == 'forward' else 'bwd'}"
+    yield _line(head, row, [_time(cell) for cell in row.cells])
+    yield _line("", row, [_memory(cell) for cell in row.cells])
+
+
+def _line(first: str, row: Row, texts: Sequence[str]) -> str:
+    names = [cell.attention for cell in row.cells]
+    columns = zip(names, texts, strict=True)
+    cells = (f"{text:>{max(COLUMN, len(name) + 2)}}" for name, text in columns)
+    return f"{first:<{LENGTH}}{''.join(cells)}".rstrip()
+
+
+def _time(cell: Cell) -> str:
+    if cell.seconds is None:
+        return "-"
+    ratio = f" {ratio_text(cell.ratio)}x" if cell.ratio and cell.attention != "tilegen" else ""
+    return f"{seconds_text(cell.seconds)}{ratio}"
+
+
+def _memory(cell: Cell) -> str:
+    if cell.peak_bytes is None:
+        return f"({memory_text(cell.counted_bytes)})"
+    return memory_text(cell.peak_bytes)
+
+
+def notes(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield the legend of the rows, and the reason for each missing time once."""
+    if any(cell.predicted for row in rows for cell in row.cells):
+        yield (
+            "times are the model's; on an H200 they were within 25 % of measured times for kernels "
+            "with a loop, and nobody has timed these kernels on other GPUs; below them memory"
+        )
+    else:
+        yield (
+            "median times, and times over tilegen's (above 1: tilegen is faster); below them the "
+            "peak of memory of a process that computes the pass"
+        )
+    yield "memory is with q, k and v; in brackets by formula, a lower bound"
+    names: dict[str, dict[str, list[str]]] = {}  # by reason: the cases of each attention
+    for row in rows:
+        for cell in row.cells:
+            if cell.reason:
+                at = f"{row.length} {row.direction}"
+                names.setdefault(cell.reason, {}).setdefault(cell.attention, []).append(at)
+    for reason, of_reason in names.items():
+        whole = all(len(cases) == len(rows) for cases in of_reason.values())
+        where = (f"{name} at {', '.join(cases)}" for name, cases in of_reason.items())
+        yield f"{', '.join(of_reason) if whole else '; '.join(where)}: {reason}"
+
+
+def draw(rows: Sequence[Row], file: Path) -> None:
+    """Draw time and memory against the length, a row of panels for each pass. Raises
+    Unsupported."""
+    check_file(file)
+    from matplotlib.figure import Figure
+
+    directions = list(dict.fromkeys(row.direction for row in rows))
+    figure = Figure(figsize=(9.0, 0.4 + 3.4 * len(directions)), layout="constrained")
+    figure.patch.set_alpha(0.0)
+    panels = figure.subplots(len(directions), 2, squeeze=False)
+    for (times, peaks), direction in zip(panels, directions, strict=True):
+        of_pass = [row for row in rows if row.direction == direction]
+        text = f"{direction}: {title(of_pass[0])}"
+        times.set_title(text, color=GREY, fontsize=9, loc="left")
+        _draw_panel(times, of_pass, "seconds", 1e3, "ms")
+        _draw_panel(peaks, of_pass, "peak_bytes", 2.0**-20, "MiB, peak of memory")
+    panels[0][0].legend(labelcolor=GREY, framealpha=0.0, fontsize=9)
+    figure.align_ylabels()
+    drawn = io.BytesIO()
+    form = file.suffix.removeprefix(".")
+    undated = {"Date": None} if form == "svg" else {}  # one picture for one comparison
+    figure.savefig(drawn, format=form, dpi=150, metadata=undated)
+    write_whole(file, drawn.getvalue())
+
+
+def check_file(file: Path) -> None:
+    """Check that a picture can be written to a file. Raises Unsupported."""
+    if file.suffix not in FORMATS:
+        raise Unsupported(f"expected a plot to end in {' or '.join(FORMATS)}, got {str(file)!r}")
+    if not file.absolute().parent.is_dir():
+        raise Unsupported(f"no folder {str(file.absolute().parent)!r} to write the plot to")
+    try:
+        import_module("matplotlib")
+    except ImportError as error:
+        raise Unsupported("--plot needs matplotlib: pip install 'tilegen[plot]'") from error
+
+
+def _draw_panel(axes: Axes, rows: Sequence[Row], field: str, factor: float, label: str) -> None:
+    for name, colour in COLOURS.items():
+        points = [
+            (row.length, factor * value)
+            for row in rows
+            for cell in row.cells
+            if cell.attention == name and (value := getattr(cell, field)) is not None
+        ]
+        if points:
+            axes.loglog(*zip(*points, strict=True), "o-", ms=4, color=colour, label=name)
+    lengths = [row.length for row in rows]
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [str(length) for length in lengths], minor=False)
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("")
+    axes.set_xlabel("tokens", color=GREY)
+    axes.set_ylabel(label, color=GREY)
+    axes.patch.set_alpha(0.0)
+    axes.tick_params(colors=GREY, which="both")
+    axes.grid(color=GREY, alpha=0.25)
+    for spine in axes.spines.values():
+        spine.set_color(GREY)
