@@ -256,6 +256,8 @@ def explain(
     console.print(explanation.text(*sections))
     if not sections:
         console.print("\nmore: --all, or --section NAME; see tilegen explain --help")
+    if plot is not None:
+        console.print(f"drawn to {plot}")
 
 
 @app.command()

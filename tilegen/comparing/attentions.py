@@ -60,8 +60,8 @@ def counted_bytes(name: str, problem: AttentionProblem, direction: Direction) ->
     """Compute the memory of a pass [bytes]: inputs, outputs, statistics of rows, and the scores and
     weights of attention that writes them. A lower bound of a peak: copies and work space are more.
 
-    A backward has dout, the gradients and `delta` besides. Attention that writes scores holds scores
-    and weights, and in the backward the weights with both gradients.
+    A backward has dout, the gradients and `delta` besides. Attention that writes scores holds
+    scores and weights, and in the backward the weights with both gradients.
     """
     size, heads = problem.element_bytes, problem.batch * problem.num_heads_q
     shared = problem.batch * problem.num_heads_kv

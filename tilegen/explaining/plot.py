@@ -92,8 +92,9 @@ def draw(
 # The mask
 
 
-MASK_SIDE = 512
-"""Number of rows and columns of a mask that are drawn, from the first."""
+MASK_SIDE, PAIRS_SIDE = 4096, 512
+"""Most rows and columns of a mask that are drawn, from the first, and that are drawn pair by pair:
+larger pictures have one shade for each tile."""
 
 
 def _draw_mask(axes: Axes, problem: AttentionProblem, shown: Sequence[KernelExplanation]) -> None:
@@ -112,24 +113,34 @@ def _draw_mask(axes: Axes, problem: AttentionProblem, shown: Sequence[KernelExpl
         axes.set_axis_off()
         axes.text(0.5, 0.5, str(error), ha="center", wrap=True)
         return
-    axes.imshow(picture, cmap="Blues", vmin=0, vmax=3, interpolation="nearest", aspect="auto")
-    axes.set_xticks(range(0, columns + 1, config.block_n), minor=False)
-    axes.set_yticks(range(0, rows + 1, config.block_m), minor=False)
+    extent = (0, columns, rows, 0)
+    axes.imshow(picture, cmap="Blues", vmin=0, vmax=3, interpolation="nearest", extent=extent)
+    if max(rows, columns) <= PAIRS_SIDE:
+        axes.set_xticks(range(0, columns + 1, config.block_n), minor=False)
+        axes.set_yticks(range(0, rows + 1, config.block_m), minor=False)
+        axes.grid(visible=True, linewidth=0.3)
     axes.tick_params(labelsize=7, axis="x", rotation=90)
-    axes.grid(visible=True, linewidth=0.3)
     axes.set(xlabel="keys", ylabel="queries")
     axes.set_title(
         f"first {rows} x {columns} of {problem.mask}, "
         f"tiles {config.block_m} x {config.block_n} of {visiting[0].kernel}\n"
-        "dark: full, middle: kept in a partial tile, light: computed and dropped, white: skipped",
+        "dark: full tiles, middle: kept pairs of partial tiles, or these tiles,\n"
+        "light: computed and dropped, white: skipped",
         fontsize=9,
     )
 
 
 def mask_picture(problem: AttentionProblem, config: TileConfig, rows: int, columns: int) -> Array:
     """Return the shade of each pair: 3 in full tiles, 2 and 1 for kept and dropped pairs in partial
-    tiles, 0 in tiles that are not visited."""
+    tiles, 0 in tiles that are not visited. Beyond PAIRS_SIDE a pixel is a tile, with the shade of
+    kept pairs."""
     keep = problem.mask.pairs(rows, columns)
+    if max(rows, columns) > PAIRS_SIDE:
+        at_q = np.arange(0, rows, config.block_m)
+        at_k = np.arange(0, columns, config.block_n)
+        kept = np.add.reduceat(np.add.reduceat(keep.astype(np.int64), at_q, 0), at_k, 1)
+        sizes = np.outer(np.diff([*at_q, rows]), np.diff([*at_k, columns]))
+        return np.where(kept == sizes, 3.0, 2.0 * (kept > 0))
     picture = np.zeros(keep.shape)
     for q in range(0, rows, config.block_m):
         for k in range(0, columns, config.block_n):
@@ -265,6 +276,8 @@ def _draw_traffic(
         "floor": ("-", "0.6"),
     }
     for name, bound in drawn.bounds.items():
+        if not (bound > drawn.bounds["floor"][0] / 4).any():  # below the panel
+            continue
         style, color = styles[name]
         shown = np.where(bound > 0, bound, np.nan)
         label = "floor: inputs and outputs once" if name == "floor" else f"lower bound {name}"
@@ -319,7 +332,7 @@ def _draw_roofline(
         best = [candidate.estimate for candidate in ranked]
         if not best[0].flops:
             continue  # the preprocess has no matrix products
-        speed = [cost.flops / cost.seconds for cost in best]
+        speed = [1e-12 * cost.flops / cost.seconds for cost in best]
         levels = {
             "L2": [cost.flops / (cost.read_bytes + cost.write_bytes) for cost in best],
             "DRAM": [cost.flops / cost.dram_bytes for cost in best],
@@ -330,9 +343,10 @@ def _draw_roofline(
         traffic, flops = facts.traffic, facts.time.flops
         at = [flops / traffic.moved]
         label = f"{kernel} {facts.config.key}"
-        axes.loglog(at, [flops / seconds], "*", ms=12, color=f"C{i}", mec="0.2", label=label)
+        reached = 1e-12 * flops / seconds
+        axes.loglog(at, [reached], "*", ms=12, color=f"C{i}", mec="0.2", label=label)
         intensities += at
-        speeds += [*speed, flops / seconds]
+        speeds += [*speed, reached]
     if not intensities:
         axes.text(0.5, 0.5, "no matrix products", ha="center", transform=axes.transAxes)
         return
@@ -340,12 +354,13 @@ def _draw_roofline(
     roofs = {"L2": (gpu.l2_bandwidth, "-"), "DRAM": (gpu.dram_bandwidth, "--")}
     for level, (bandwidth, style) in roofs.items():
         label = f"{level} {rate_text(bandwidth, 'B/s')}, peak {rate_text(peak, 'flop/s')}"
-        roof = np.minimum(peak, bandwidth * span)
+        roof = 1e-12 * np.minimum(peak, bandwidth * span)
         axes.loglog(span, roof, style, color="0.4", lw=1.2, label=label)
-    axes.set_ylim(min(*speeds, peak) / 4, peak * 2)
+    axes.set_ylim(min(*speeds, 1e-12 * peak) / 4, 2e-12 * peak)
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_formatter(NullFormatter())  # labels would overlap
     axes.set_xlabel("flop per byte at L2 (filled) or DRAM (hollow)")
-    axes.set_ylabel("flop/s, predicted")
+    axes.set_ylabel("Tflop/s, predicted")
     axes.grid(alpha=0.3)
     _legend(axes)
 
