@@ -49,6 +49,7 @@ COMMANDS = {
     "doctor",
     "help",
     "compare",
+    "examples",
     "cache list",
     "cache show",
     "cache why",

@@ -22,6 +22,7 @@ from tilegen.cli.bundle import bundle, generate
 from tilegen.cli.cache import cache_app
 from tilegen.cli.candidates import table
 from tilegen.cli.compare import compare
+from tilegen.cli.examples import examples
 from tilegen.cli.fleet import fleet_app, worker
 from tilegen.cli.help import help_
 from tilegen.cli.options import (
@@ -297,6 +298,7 @@ def show(
 
 
 app.command("help")(help_)
+app.command()(examples)
 app.command()(compare)
 app.command()(generate)
 app.command()(bundle)

@@ -139,7 +139,7 @@ def mask_picture(problem: AttentionProblem, config: TileConfig, rows: int, colum
         at_q = np.arange(0, rows, config.block_m)
         at_k = np.arange(0, columns, config.block_n)
         kept = np.add.reduceat(np.add.reduceat(keep.astype(np.int64), at_q, 0), at_k, 1)
-        sizes = np.outer(np.diff([*at_q, rows]), np.diff([*at_k, columns]))
+        sizes = np.outer(np.diff(at_q, append=rows), np.diff(at_k, append=columns))
         return np.where(kept == sizes, 3.0, 2.0 * (kept > 0))
     picture = np.zeros(keep.shape)
     for q in range(0, rows, config.block_m):
