@@ -25,7 +25,7 @@ from tilegen.masks.language.rewriting import merge
 from tilegen.masks.mask import Mask
 from tilegen.masks.tracing.trace import Traced
 from tilegen.masks.usual import equal
-from tilegen.masks.values import Lengths, Pair, Recipe, Values, power_of_two_near, table
+from tilegen.masks.values import Lengths, Pair, Recipe, Table, power_of_two_near, table
 
 Relation = Literal["<=", "<", ">=", ">", "=="]
 Tables = tuple[torch.Tensor, ...]
@@ -34,7 +34,7 @@ LOOSE = 1.25
 
 
 def _enclosing(
-    at: Pair, side: Side, column: Values, row: Values, *bounds: Values
+    at: Pair, side: Side, column: Table, row: Table, *bounds: Table
 ) -> tuple[Condition, Condition]:
     by_side, index = (bounds[:4], at.k) if side == "rows" else (bounds[4:], at.q)
     first, end, sure_first, sure_end = (bound.at(at) for bound in by_side)
@@ -59,12 +59,12 @@ MATCHED = Form(
 """`column[k] == row[q]`, with the same bounds."""
 
 
-def compared(form: Form, column: Values) -> Mask:
+def compared(form: Form, column: Table) -> Mask:
     """Return a comparison whose other tables come from the same recipe as `column`, the first
     table, or are stand-ins like `column`."""
     axes = (column.axes or "")[:-1]
 
-    def bounds(axis: str, part: int) -> list[Values]:
+    def bounds(axis: str, part: int) -> list[Table]:
         return [column.beside(part + i, "rising", axes + axis) for i in range(4)]
 
     row = column.beside(1, "table", f"{axes}q")
@@ -98,7 +98,7 @@ def comparison_of(part: Any, traced: Traced) -> Mask | None:
     kept = float(_counts(column, row, sides.relation).double().mean())
     if float((end - first).clamp(min=0).double().mean()) > LOOSE * kept + 1:
         return None
-    like = Values(
+    like = Table(
         axes="bk" if is_batched else "k",
         typical=min(100, power_of_two_near(max(1, round(100 * kept / length)))),
         pattern="table",

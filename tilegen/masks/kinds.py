@@ -11,7 +11,7 @@ from tilegen.errors import InvalidProblem
 from tilegen.masks.mask import Mask, full
 from tilegen.masks.plain import check_plain
 from tilegen.masks.usual import kv_prefix
-from tilegen.masks.values import MAX_WINDOW, Values
+from tilegen.masks.values import MAX_WINDOW, Table
 
 if TYPE_CHECKING:
     import torch
@@ -41,14 +41,14 @@ class MaskKind:
         values of such a mask."""
         lengths = lengths_of(None)
         joined = self.mask & kv_prefix(lengths)
-        at = next(i for i, one in enumerate(joined.values) if one is lengths)
+        at = next(i for i, one in enumerate(joined.tables) if one is lengths)
         return kind_of_mask(joined), at
 
 
-def lengths_of(tensor: torch.Tensor | None) -> Values:
+def lengths_of(tensor: torch.Tensor | None) -> Table:
     """Return the lengths of padded batches as values of a mask, or a stand-in. Tiles are chosen
     as if nothing was padded: looking at the lengths would wait for the device."""
-    return Values(axes="b", typical=MAX_WINDOW, tensor=tensor)
+    return Table(axes="b", typical=MAX_WINDOW, tensor=tensor)
 
 
 def check_mask(given: Any) -> None:
@@ -65,7 +65,7 @@ def kind_of_mask(mask: Mask) -> MaskKind:
     kind: MaskKind | None = getattr(mask, "_kind", None)
     if kind is None:
         check_mask(mask)
-        for value in mask.values:
+        for value in mask.tables:
             for source in value.sources if not value.is_stand_in else ():
                 check_plain(**{_SOURCE: source})
         stand_in = mask.stand_in

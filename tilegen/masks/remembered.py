@@ -10,8 +10,8 @@ from weakref import ref
 
 from cachetools import LRUCache
 
-from tilegen.masks.mask import Mask, values_of
-from tilegen.masks.values import Values
+from tilegen.masks.mask import Mask, tables_of
+from tilegen.masks.values import Table
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -28,7 +28,7 @@ def by_mask(
     def decorate(
         compute: Callable[Concatenate[Mask, P], T],
     ) -> Callable[Concatenate[Mask, P], T]:
-        known: LRUCache[Hashable, tuple[T, list[ref[Values]]]] = LRUCache(size)
+        known: LRUCache[Hashable, tuple[T, list[ref[Table]]]] = LRUCache(size)
         # Reentrant: values may die, and their results with them, while this thread holds the lock.
         lock = RLock()
 
@@ -40,11 +40,11 @@ def by_mask(
                     return entry[0]
             made = compute(mask, *args, **kwargs)
 
-            def forget(_: ref[Values]) -> None:
+            def forget(_: ref[Table]) -> None:
                 with lock:
                     known.pop(key, None)
 
-            real = [one for one, _ in values_of(mask) if not one.is_stand_in]
+            real = [one for one, _ in tables_of(mask) if not one.is_stand_in]
             with lock:
                 known[key] = made, [ref(one, forget) for one in real]
             return made
@@ -56,7 +56,7 @@ def by_mask(
 
 def _key(item: Any) -> Hashable:
     """Return a key of a mask, with numbers in the place of its tensors."""
-    if isinstance(item, Values):
+    if isinstance(item, Table):
         return item if item.is_stand_in else id(item)
     if isinstance(item, Mask):
         return (item.form, *map(_key, item.args))

@@ -29,7 +29,7 @@ def tensors_of(mask: Mask, shape: Shape, device: torch.device) -> tuple[torch.Te
         raise InvalidProblem(f"expected a mask with its tensors, got {mask}")
     made: Made = {}
     tables: list[torch.Tensor] = []
-    for value, within in mask.places_of_values:
+    for value, within in mask.places_of_tables:
         axes = value.axes or ""
         table = value.on(device, (shape.seqlen_q, shape.seqlen_kv), made)
         needed, names = shape.by_axis, _AXIS_NAMES

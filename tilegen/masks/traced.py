@@ -24,7 +24,7 @@ from tilegen.masks.tiles.spans import visit
 from tilegen.masks.tracing.derived import Derived
 from tilegen.masks.tracing.trace import Traced
 from tilegen.masks.usual import KEEP, predicate_of
-from tilegen.masks.values import Values, table
+from tilegen.masks.values import Table, table
 
 MAX_KNOWN = 512
 """Masks of functions that are kept."""
@@ -163,7 +163,7 @@ def _same_document(part: Expr, traced: Traced) -> Mask | None:
     return of_ids(ids, are_whole=False)
 
 
-def _table(tensor: Any, derived: Derived) -> Values:
+def _table(tensor: Any, derived: Derived) -> Table:
     """Return the values of a tensor that is looked up, of a density that is not judged yet: a
     recipe if the function made the tensor."""
     looked_up = table(tensor, UNJUDGED)

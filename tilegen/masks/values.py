@@ -49,9 +49,9 @@ class Pair(NamedTuple):
         """Return the column on the diagonal of the row."""
         return self.q if alignment == "top_left" else self.q + self.seqlen_kv - self.seqlen_q
 
-    def number(self, value: int | Values) -> Any:
+    def number(self, value: int | Table) -> Any:
         """Return a number of a mask, looked up where it is of the pair."""
-        return value.at(self) if isinstance(value, Values) else value
+        return value.at(self) if isinstance(value, Table) else value
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +81,7 @@ class Recipe:
 
 
 @dataclass(frozen=True, eq=False)
-class Values:
+class Table:
     """A tensor that a mask reads, or a stand-in that knows only what is typical of such a tensor.
 
     Stand-ins are equal when all they know is equal; values with a tensor equal only themselves.
@@ -111,7 +111,7 @@ class Values:
     """The number of the table among those of the recipe."""
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Values) or not self.is_stand_in or not other.is_stand_in:
+        if not isinstance(other, Table) or not self.is_stand_in or not other.is_stand_in:
             return self is other
         return self._facts == other._facts
 
@@ -168,7 +168,7 @@ class Values:
         """The kind of the elements in look-ups."""
         return "natural" if self.rising else self.kind
 
-    def beside(self, part: int, pattern: Pattern, axes: str) -> Values:
+    def beside(self, part: int, pattern: Pattern, axes: str) -> Table:
         """Return another table of the same recipe, or a stand-in for such a table."""
         return replace(self, axes=axes, pattern=pattern, part=part if self.recipe else 0)
 
@@ -229,7 +229,7 @@ class Values:
         first = number if self.pattern == "ids" else number * width
         return np.broadcast_to(first + width if self.pattern == "ends" else first, size)
 
-    def realized(self, shape: dict[str, int], device: torch.device | str) -> Values:
+    def realized(self, shape: dict[str, int], device: torch.device | str) -> Table:
         """Return a stand-in with a typical tensor, and other values unchanged."""
         import torch
 
@@ -256,7 +256,7 @@ def as_tensor(name: str, value: Any) -> torch.Tensor:
         ) from None
 
 
-def values(tensor: Any, axes: str) -> Values:
+def values(tensor: Any, axes: str) -> Table:
     """Return run-time values of a mask: an integer tensor with one dimension for each of `axes`.
 
     `axes` is "" for one scalar, or of b, h, q and k in this order: `values(lengths, "b")`.
@@ -276,7 +276,7 @@ def values(tensor: Any, axes: str) -> Values:
     if not tensor.numel():
         raise InvalidProblem("values must not be empty")
     check_range(tensor, LIMIT)
-    return Values(axes=axes, typical=typical_of(tensor), tensor=tensor)
+    return Table(axes=axes, typical=typical_of(tensor), tensor=tensor)
 
 
 def shown(argument: Any) -> str:
@@ -319,11 +319,11 @@ def typical_of(tensor: torch.Tensor) -> int:
     return power_of_two_near(int(tensor.float().mean().round().clamp(0, 2**28).item()))
 
 
-def table(tensor: Any, percent: int) -> Values:
+def table(tensor: Any, percent: int) -> Table:
     """Return a tensor that an expression looks up in a mask which keeps so many percent."""
     name = str(tensor.dtype).removeprefix("torch.")
     kind = cast("Kind", kind_of(name))
-    return Values(axes=None, typical=percent, tensor=tensor, kind=kind, pattern="table")
+    return Table(axes=None, typical=percent, tensor=tensor, kind=kind, pattern="table")
 
 
 def is_checked(tensor: Any) -> bool:

@@ -10,7 +10,7 @@ import torch
 from tilegen.errors import InvalidProblem
 from tilegen.masks.kinds import check_mask
 from tilegen.masks.made import Chain, InDocuments, OfFunction
-from tilegen.masks.mask import NOT, TYPICAL, Mask, values_of
+from tilegen.masks.mask import NOT, TYPICAL, Mask, tables_of
 from tilegen.masks.plain import check_plain
 from tilegen.masks.score import Score, check_function
 
@@ -110,7 +110,7 @@ def _mask(mask: Any, encoded: Crossing) -> str:
 
 def _plain(mask: Mask, encoded: Crossing) -> str:
     """Encode a mask that its notation and its tensors determine."""
-    tensors = [value.tensor for value, _ in values_of(mask)]
+    tensors = [value.tensor for value, _ in tables_of(mask)]
     for tensor in tensors:
         if tensor is None:
             raise InvalidProblem(f"expected a mask with its tensors, got {mask.notation}")

@@ -22,12 +22,12 @@ from tilegen.masks.blocks import Blocks, Restriction
 from tilegen.masks.constructors import tree
 from tilegen.masks.dropout import Dropout
 from tilegen.masks.kinds import FULL_MASK, MaskKind, kind_of_mask
-from tilegen.masks.mask import Mask, intersect, unite, with_tensors, with_values
+from tilegen.masks.mask import Mask, intersect, unite, with_tables, with_tensors
 from tilegen.masks.notation import parse_mask
 from tilegen.masks.packed import of_ids, packed
 from tilegen.masks.score import Score
 from tilegen.masks.snapshots import TensorCache
-from tilegen.masks.values import UNKNOWN, Values, typical_of
+from tilegen.masks.values import UNKNOWN, Table, typical_of
 
 MAX_KNOWN = 512
 MAX_BLOCK_MASKS = 64
@@ -89,7 +89,7 @@ def _filled_mask(spec: Any, tensors: Tensors, lengths: tuple[int, int]) -> Mask:
     kept = _masks.get(
         _key(spec, tensors), lambda: with_tensors(_mask(spec, tensors), lambda x: places[id(x)])
     )
-    if not kept.values:
+    if not kept.tables:
         return kept
     mask = with_tensors(kept, lambda place: tensors[place.number])
     vars(mask)["_kind"] = kind_of_mask(kept)
@@ -106,7 +106,7 @@ def _mask(spec: Any, tensors: Tensors) -> Mask:
     match spec:
         case "plain", notation, places:
             given = iter([tensors[i] for i in places])
-            return with_values(parse_mask(notation), lambda value: _with(value, next(given)))
+            return with_tables(parse_mask(notation), lambda value: _with(value, next(given)))
         case "keep", text, places:
             from tilegen.masks.traced import mask_of_text  # loads torch
 
@@ -126,7 +126,7 @@ def _mask(spec: Any, tensors: Tensors) -> Mask:
             raise InvalidProblem(f"expected a mask that crossed into an operator, got {spec!r}")
 
 
-def _with(value: Values, tensor: torch.Tensor) -> Values:
+def _with(value: Table, tensor: torch.Tensor) -> Table:
     """Give a placeholder its tensor, and the typical number of the tensor if it can be computed."""
     typical = value.typical  # percent of pairs
     if value.pattern in ("constant", "layout"):
