@@ -124,9 +124,7 @@ class Changes:
         tensors = (*self.captured, *(() if self.sinks is None else (self.sinks,)))
         if self.score is None or all(tensor.device == device for tensor in tensors):
             return self
-        sinks = None if self.sinks is None else self.sinks.to(device)
-        captured = tuple(tensor.to(device) for tensor in self.captured)
-        return replace(self, score=replace(self.score, captured=captured, sink_logits=sinks))
+        return replace(self, score=self.score.with_tensors(lambda tensor: tensor.to(device)))
 
 
 @dataclass(slots=True)

@@ -25,7 +25,7 @@ from tilegen.masks.language.rewriting import merge
 from tilegen.masks.mask import Mask
 from tilegen.masks.tracing.trace import Traced
 from tilegen.masks.usual import equal
-from tilegen.masks.values import Lengths, Pair, Recipe, Table, power_of_two_near, table
+from tilegen.masks.values import Lengths, Pair, Recipe, Table, power_of_two_near, table_of
 
 Relation = Literal["<=", "<", ">=", ">", "=="]
 Tables = tuple[torch.Tensor, ...]
@@ -86,15 +86,16 @@ class Sides(NamedTuple):
 def comparison_of(part: Any, traced: Traced) -> Mask | None:
     """Convert a condition to a comparison; None if it is not a comparison, or if its numbers
     rise and fall so much that lists of tiles cost less."""
-    ((expr,), sources) = merge([(part, traced.captured)])
-    made = any(map(traced.derived.made, sources))
+    ((expr,), tables) = merge([(part, traced.tables)])
+    sources = tuple([one.tensor for one in tables])
     sides, is_batched = _separated(expr), expr.has(B)
-    if not sources or sides is None or made or any(one.is_meta for one in sources):
+    is_made = any(one.recipe is not None or one.tensor.is_meta for one in tables)
+    if not sources or sides is None or is_made:
         return None
     given = (sides, is_batched)
     length = _length_of_tables(expr, sources)
-    tables = _tables(*(one.detach() for one in sources), (length, length), *given)
-    column, row, first, end = (one.long() for one in tables[:4])
+    made = _tables(*(one.detach() for one in sources), (length, length), *given)
+    column, row, first, end = (one.long() for one in made[:4])
     kept = float(_counts(column, row, sides.relation).double().mean())
     if float((end - first).clamp(min=0).double().mean()) > LOOSE * kept + 1:
         return None
@@ -181,7 +182,7 @@ def _numbers(
     """Return the two numbers that are compared: (..., seqlen_kv) of columns and (..., seqlen_q) of
     rows, in one dtype; a batch comes first where the condition depends on it."""
     device = tensors[0].device
-    captured = [table(one, 0).on(device) for one in tensors]
+    captured = [table_of(one).on(device) for one in tensors]
     by_batch = [one for side in (sides.column, sides.row) for one in side.loads() if one.has(B)]
     batch = min((len(captured[slot_of(one)]) for one in by_batch), default=1)
     shape = (batch,) if is_batched else ()

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tilegen.bounded_cache import BoundedCache
 from tilegen.errors import InvalidProblem
 from tilegen.masks.mask import Mask, full
 from tilegen.masks.plain import check_plain
+from tilegen.masks.tables import OfTables
 from tilegen.masks.usual import kv_prefix
 from tilegen.masks.values import MAX_WINDOW, Table
 
 if TYPE_CHECKING:
     import torch
 
+T = TypeVar("T", bound=OfTables)
 MAX_KINDS = 4096
+MAX_MADE = 1024
 _SOURCE = "a tensor that the mask reads"
 FULL_MASK = full()
 """The mask of calls without one, which keeps its kind from call to call."""
@@ -74,3 +78,21 @@ def kind_of_mask(mask: Mask) -> MaskKind:
 
 
 _kinds: BoundedCache[Mask, MaskKind] = BoundedCache(MAX_KINDS)
+
+
+def filled(key: Hashable, tensors: Sequence[torch.Tensor], make: Callable[[], T]) -> T:
+    """Return the mask or the score that `make` makes of tensors: made once for a key and tensors
+    of these dtypes, dimensions and devices, and right for any elements."""
+    places = {id(tensor): place for place, tensor in enumerate(tensors)}
+    kept: T = _made.get(
+        (key, *((tensor.dtype, tensor.ndim, tensor.device) for tensor in tensors)),
+        lambda: make().with_tensors(lambda tensor: places[id(tensor)]),
+    )
+    made = kept.with_tensors(tensors.__getitem__)
+    if isinstance(kept, Mask):
+        vars(made)["_kind"] = kind_of_mask(kept)
+    return made
+
+
+_made: BoundedCache[Any, Any] = BoundedCache(MAX_MADE)
+"""Masks and scores with numbers in the place of tensors."""

@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.masks.form import CAUSAL, FULL, WINDOW, Condition, Form, Shape, Side, Window
 from tilegen.masks.made import follows_of, is_traced, noted
 from tilegen.masks.plain import plain_number
+from tilegen.masks.tables import OfTables
 from tilegen.masks.values import Alignment, Pair, Table, check_alignment, check_number, shown
 
 if TYPE_CHECKING:
@@ -30,15 +31,13 @@ TYPICAL = 64
 
 
 @dataclass(frozen=True)
-class Mask:
+class Mask(OfTables):
     """Predicate over (batch, head, query row, key column), immutable; join by `&`, `|` and `~`."""
 
     form: Form
     """The kind of the mask, such as causal, a window, or the `&` of masks."""
     args: tuple[Any, ...] = ()
     """Numbers, texts, alignments, grids, tables and masks."""
-    follows: ClassVar[Any] = None
-    """The functions that the mask follows, or None: `follows.now(mask)` is the mask of a call."""
 
     @classmethod
     def of(cls, form: Form, *args: Any) -> Mask:
@@ -139,7 +138,7 @@ class Mask:
     @cached_property
     def tables(self) -> tuple[Table, ...]:
         """The tensors that the predicate reads, in the order in which it names them."""
-        return tuple(value for value, _ in self.places_of_tables)
+        return tuple([table for table, _ in self.places_of_tables])
 
     @cached_property
     def places_of_tables(self) -> tuple[tuple[Table, Mask | None], ...]:
@@ -164,7 +163,7 @@ class Mask:
 
     def described(self, **changes: Any) -> Mask:
         """Return the mask with stand-ins in the place of its values."""
-        return with_tables(self, lambda v: replace(v, tensor=None, recipe=None, part=0, **changes))
+        return self.with_tables(lambda t: replace(t, tensor=None, recipe=None, part=0, **changes))
 
     def show(
         self, seqlen_q: int, seqlen_kv: int | None = None, *, block_m: int = 16, block_n: int = 16
@@ -190,7 +189,21 @@ class Mask:
             return self
         inside, sizes = self.shape_of_parts(shape), shape.by_axis
         whole = self.with_parts(lambda part: part.realized(inside, device))
-        return with_tables(whole, lambda one: one.realized(sizes, device))
+        return whole.with_tables(lambda table: table.realized(sizes, device))
+
+    def with_tables(self, changed: Callable[[Table], Table]) -> Mask:
+        """Return the same mask over tables each of which is replaced by `changed(table)`."""
+        if not list(tables_of(self)):
+            return self
+        args: list[Any] = []
+        for argument in self.args:
+            if isinstance(argument, Table):
+                args.append(changed(argument))
+            elif isinstance(argument, Mask):
+                args.append(argument.with_tables(changed))
+            else:
+                args.append(argument)
+        return Mask(self.form, tuple(args))
 
     def __and__(self, other: Mask) -> Mask:
         """Return the intersection of two masks."""
@@ -349,35 +362,6 @@ def tables_of(mask: Mask, within: Mask | None = None) -> Iterator[tuple[Table, M
             yield argument, within
         elif isinstance(argument, Mask):
             yield from tables_of(argument, inside)
-
-
-def with_tables(mask: Mask, changed: Callable[[Table], Table]) -> Mask:
-    """Return a mask with each of its tables replaced by `changed(table)`."""
-    if not list(tables_of(mask)):
-        return mask
-    args: list[Any] = []
-    for argument in mask.args:
-        if isinstance(argument, Table):
-            args.append(changed(argument))
-        elif isinstance(argument, Mask):
-            args.append(with_tables(argument, changed))
-        else:
-            args.append(argument)
-    return Mask(mask.form, tuple(args))
-
-
-def with_tensors(mask: Mask, changed: Callable[[Any], Any]) -> Mask:
-    """Return a mask with each tensor that it reads replaced by `changed(tensor)`."""
-    recipes: dict[int, Any] = {}
-
-    def of_value(value: Table) -> Table:
-        if (recipe := value.recipe) is None:
-            return replace(value, tensor=changed(value.tensor))
-        if id(recipe) not in recipes:
-            recipes[id(recipe)] = replace(recipe, sources=tuple(map(changed, recipe.sources)))
-        return replace(value, recipe=recipes[id(recipe)])
-
-    return with_tables(mask, of_value)
 
 
 def _joined(sign: str, join: Callable[..., Mask], mask: Mask, other: Any) -> Any:

@@ -42,7 +42,7 @@ from tilegen.masks.language.expr import (
 from tilegen.masks.language.integers import combined, linear
 from tilegen.masks.language.rewriting import captured_slots, made, renamed
 from tilegen.masks.language.texts import to_text
-from tilegen.masks.mask import AND, NOT, OR, Mask, sliding_window, tables_of, with_tables
+from tilegen.masks.mask import AND, NOT, OR, Mask, sliding_window
 from tilegen.masks.usual import DILATED, GLOBAL, KEEP, KV_PREFIX, PREFIX_LM
 from tilegen.masks.values import MAX_WINDOW, Alignment, Pair, Table, shown
 
@@ -50,23 +50,19 @@ Join = Literal["and", "or"]
 _EXPRESSED = (FULL, CAUSAL, WINDOW, PREFIX_LM, GLOBAL, KV_PREFIX, DILATED, KEEP)
 """Forms of which their condition says everything."""
 MAX_PLANS = 4096
-UNJUDGED = -100
-"""The density of tables until it is judged."""
 
 
 def canonical(mask: Mask) -> Mask:
     """Return the one form of the masks that keep the same pairs, as far as algebra shows it."""
-    given = [value for value, _ in tables_of(mask)]
-    facts = [replace(value, tensor=None, recipe=None, part=0) for value in given]
-    origins = [
-        i if value.is_stand_in else (value.origin, *map(id, value.sources), known)
-        for i, (value, known) in enumerate(zip(given, facts, strict=True))
-    ]
+    given = mask.tables
+    origins = [i if one.is_stand_in else (one.identity, one.facts) for i, one in enumerate(given)]
     places = [origins.index(origin) for origin in origins]
     # Placeholders know their place by `part`: equal structures share what was found for one.
-    ghosts = [replace(known, part=place) for known, place in zip(facts, places, strict=True)]
+    ghosts = [
+        one.but(tensor=None, recipe=None, part=at) for one, at in zip(given, places, strict=True)
+    ]
     left = iter([ghosts[place] for place in places])
-    structure = with_tables(mask, lambda _: next(left))
+    structure = mask.with_tables(lambda _: next(left))
     plan = _plans.get((structure, tuple(places)), lambda: _Names().canonical(structure))
     if not given:
         return Mask(plan.form, plan.args)  # which keeps by itself how it was made
@@ -75,9 +71,9 @@ def canonical(mask: Mask) -> Mask:
         own = given[ghost.part]
         if ghost == ghosts[ghost.part]:
             return own
-        return replace(ghost, tensor=own.tensor, recipe=own.recipe, part=own.part)
+        return ghost.but(tensor=own.tensor, recipe=own.recipe, part=own.part)
 
-    mask = with_tables(plan, filled)
+    mask = plan.with_tables(filled)
     is_judged = all(value.typical >= 0 for value in plan.tables)
     return mask if is_judged else _with_percents(mask)
 
@@ -94,7 +90,7 @@ def _with_percents(mask: Mask) -> Mask:
 
     real = not mask.is_stand_in
     percent = percent_live(mask) if real else -mask.tables[0].typical
-    return with_tables(mask, lambda value: replace(value, typical=percent))
+    return mask.with_tables(lambda table: table.but(typical=percent))
 
 
 class _Names:

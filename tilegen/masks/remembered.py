@@ -10,7 +10,7 @@ from weakref import ref
 
 from cachetools import LRUCache
 
-from tilegen.masks.mask import Mask, tables_of
+from tilegen.masks.mask import Mask
 from tilegen.masks.values import Table
 
 P = ParamSpec("P")
@@ -44,7 +44,7 @@ def by_mask(
                 with lock:
                     known.pop(key, None)
 
-            real = [one for one, _ in tables_of(mask) if not one.is_stand_in]
+            real = [one for one in mask.tables if not one.is_stand_in]
             with lock:
                 known[key] = made, [ref(one, forget) for one in real]
             return made

@@ -110,7 +110,7 @@ def _mask(mask: Any, encoded: Crossing) -> str:
 
 def _plain(mask: Mask, encoded: Crossing) -> str:
     """Encode a mask that its notation and its tensors determine."""
-    tensors = [value.tensor for value, _ in tables_of(mask)]
+    tensors = [table.tensor for table, _ in tables_of(mask)]
     for tensor in tensors:
         if tensor is None:
             raise InvalidProblem(f"expected a mask with its tensors, got {mask.notation}")
@@ -130,10 +130,13 @@ def _score(score: Any, encoded: Crossing) -> str:
             return _score(made[1], encoded)
         if made is not None and isinstance(score.follows, OfFunction):
             return _function(score.follows.function, encoded)
-        if made is not None and score.derived:  # rebuilt from the function alone
-            return _function(made[1], encoded)
-        encoded.trained_places(score.unused)
-        return _spelt(score.text, score.captured, score.sizes, score.sink_logits, encoded)
+        read = (*score.tables, *score.unused)
+        if made is not None and any([table.recipe is not None for table in read]):
+            return _function(made[1], encoded)  # which makes the tensors inside
+        encoded.trained_places([table.tensor for table in score.unused])
+        sizes = [(i, one.axes) for i, one in enumerate(score.tables) if one.axes is not None]
+        captured = [one.tensor for one in score.tables]
+        return _spelt(score.text, captured, sizes, score.sink_logits, encoded)
     check_function(score)
     return _function(score, encoded)
 

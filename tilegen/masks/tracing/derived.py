@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tilegen.errors import Unsupported
-from tilegen.masks.values import Recipe
+from tilegen.masks.values import Recipe, Table, table_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,18 +89,21 @@ class Derived:
         """Check whether the function derives a tensor from captured tensors."""
         return id(tensor) in self._views or memory_of(tensor) in self._derived
 
-    def recipe(self, tensor: torch.Tensor, dtype: torch.dtype) -> Recipe | None:
-        """Return a recipe for making a tensor anew, in a dtype; None for a captured tensor."""
+    def table(self, tensor: torch.Tensor, *, is_score: bool) -> Table:
+        """Return a tensor that a mask or a score looks up: of a recipe that makes it anew if the
+        function made it. Those of scores are differentiable, and keep their dtype."""
+        read = table_of(tensor)
         if not self.made(tensor):
-            return None
+            return read
         steps, sources = self._needed(tensor)
+        dtype = tensor.dtype if is_score else getattr(torch, read.elements)
 
         def make(*given: Any) -> tuple[torch.Tensor]:
             *tables, _ = given  # the lengths
             known = {id(source): table for source, table in zip(sources, tables, strict=True)}
             return (_run(steps, tensor, known).to(dtype).contiguous(),)
 
-        return Recipe(make, tuple(sources))
+        return read.but(recipe=Recipe(make, tuple(sources)))
 
     def sources(self, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
         """Yield the tensors that `tensors` are made of, which the function itself does not make."""
@@ -108,10 +111,6 @@ class Derived:
             for source in self._needed(tensor)[1] if self.made(tensor) else (tensor,):
                 if memory_of(source) not in self._own:
                     yield source
-
-    def anew(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Compute a tensor again by its steps, differentiably."""
-        return _run(self._needed(tensor)[0], tensor, {}) if self.made(tensor) else tensor
 
     def _needed(self, tensor: torch.Tensor) -> tuple[list[_Step], list[torch.Tensor]]:
         """Return the steps that a tensor depends on, and the other tensors that they read."""
