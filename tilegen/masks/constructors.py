@@ -187,7 +187,5 @@ def _traced(fn: Callable[[Any, Any, Any, Any], Any], again: Callable[[Any], Mask
         how = ("function", None if text else fn, *how[2:])
         general = at_call(fn, trace)
         return noted(known_mask(trace) if general is trace else general_mask(general), how)
-    follows = followed(fn, trace, again)
-    if follows is not None:  # tensors that it looks up again are read by the function alone
-        return noted(known_mask(trace), ("function", fn, "", ()), follows)
-    return noted(known_mask(trace), how, followed_numbers(fn, trace, general_mask))
+    follows = followed(fn, trace, again) or followed_numbers(fn, trace, general_mask)
+    return noted(known_mask(trace), how, follows)

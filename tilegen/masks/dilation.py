@@ -86,5 +86,5 @@ def _columns(seqlen_kv: int, step: int, groups: int, device: Any) -> Mask:
         import torch
 
         lengths = torch.tensor(each * (groups // step), dtype=torch.int32, device=device)
-        values = Table(axes="b", typical=values.typical, tensor=lengths)
+        values = values.but(tensor=lengths)
     return kv_prefix(values)

@@ -192,18 +192,15 @@ class Mask(OfTables):
         return whole.with_tables(lambda table: table.realized(sizes, device))
 
     def with_tables(self, changed: Callable[[Table], Table]) -> Mask:
-        """Return the same mask over tables each of which is replaced by `changed(table)`."""
         if not list(tables_of(self)):
             return self
-        args: list[Any] = []
-        for argument in self.args:
-            if isinstance(argument, Table):
-                args.append(changed(argument))
-            elif isinstance(argument, Mask):
-                args.append(argument.with_tables(changed))
-            else:
-                args.append(argument)
-        return Mask(self.form, tuple(args))
+
+        def new(argument: Any) -> Any:
+            if isinstance(argument, Mask):
+                return argument.with_tables(changed)
+            return changed(argument) if isinstance(argument, Table) else argument
+
+        return Mask(self.form, tuple([new(argument) for argument in self.args]))
 
     def __and__(self, other: Mask) -> Mask:
         """Return the intersection of two masks."""

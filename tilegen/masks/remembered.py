@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from functools import wraps
-from threading import RLock
 from typing import Any, Concatenate, ParamSpec, TypeVar
 from weakref import ref
 
-from cachetools import LRUCache
-
+from tilegen.bounded_cache import BoundedCache
 from tilegen.masks.mask import Mask
 from tilegen.masks.values import Table
 
@@ -28,26 +26,18 @@ def by_mask(
     def decorate(
         compute: Callable[Concatenate[Mask, P], T],
     ) -> Callable[Concatenate[Mask, P], T]:
-        known: LRUCache[Hashable, tuple[T, list[ref[Table]]]] = LRUCache(size)
-        # Reentrant: values may die, and their results with them, while this thread holds the lock.
-        lock = RLock()
+        known: BoundedCache[Hashable, tuple[T, list[ref[Table]]]] = BoundedCache(size)
 
         @wraps(compute)
         def found(mask: Mask, *args: P.args, **kwargs: P.kwargs) -> T:
             key = (_key(mask), args, tuple(kwargs.items()))
-            with lock:
-                if (entry := known.get(key)) is not None:
-                    return entry[0]
-            made = compute(mask, *args, **kwargs)
 
-            def forget(_: ref[Table]) -> None:
-                with lock:
-                    known.pop(key, None)
+            def make() -> tuple[T, list[ref[Table]]]:
+                real = [table for table in mask.tables if not table.is_stand_in]
+                made = compute(mask, *args, **kwargs)
+                return made, [ref(table, lambda _: known.drop(key)) for table in real]
 
-            real = [one for one in mask.tables if not one.is_stand_in]
-            with lock:
-                known[key] = made, [ref(one, forget) for one in real]
-            return made
+            return known.get(key, make)[0]
 
         return found
 

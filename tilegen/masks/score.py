@@ -108,7 +108,6 @@ class Score(OfTables):
     text: str = "s"
     """The change in canonical spelling; `s` is the scaled score, unchanged."""
     tables: tuple[Table, ...] = field(default=(), repr=False)
-    """The tables t0, t1, ... of the text."""
     sinks: Table | None = field(default=None, repr=False)
     """(heads,): one more logit per head in the softmax's denominator, as it is: neither scaled nor
     changed by the text."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -16,10 +16,6 @@ from tilegen.masks.language.value_bounds import ANYTHING, MAX_LENGTH, Bounds, Si
 from tilegen.masks.mask import Mask
 from tilegen.masks.score import Score, ScoreForm
 from tilegen.masks.values import Made, has_values, table_of
-
-if TYPE_CHECKING:
-    from tilegen.masks.form import Shape
-    from tilegen.masks.score import ScoreForm
 
 
 def tensors_of(mask: Mask, shape: Shape, device: torch.device) -> tuple[torch.Tensor, ...]:
@@ -95,9 +91,8 @@ def check_sizes(score: Score, shape: Shape) -> None:
 def check_axes(score: Score, needed: Mapping[str, int], names: Mapping[str, str]) -> None:
     """Raise InvalidProblem where a tensor that a score reads has another size along an axis than is
     `needed`; errors call the axes by their `names`."""
-    for one in score.tables:
-        if one.axes is not None:
-            _check_axes(_READ, one.axes, one.tensor, needed, names)
+    for table in score.tables:
+        _check_axes(_READ, table.axes or "", table.tensor, needed, names)
 
 
 def _check_axes(

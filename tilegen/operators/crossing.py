@@ -85,13 +85,12 @@ def _mask(mask: Any, encoded: Crossing) -> str:
         return f'["plain","{made[1]}",[]]'
     if how == "function":
         _, function, text, captured = made
-        if mask.follows is not None:  # which leads to another function in a copy
-            function = mask.follows.function
-        if text:  # already traced outside of torch.compile
-            return f'["keep","{text}",{encoded.places(captured)}]'
-        from tilegen.masks.tracing.trace import trace_compiled
+        if isinstance(mask.follows, OfFunction):  # which looks attributes up, of copies in a copy
+            function, text = mask.follows.function, ""
+        if not text:  # otherwise it was traced outside of torch.compile
+            from tilegen.masks.tracing.trace import trace_compiled
 
-        text, captured, _ = trace_compiled(function, is_score=False)
+            text, captured, _ = trace_compiled(function, is_score=False)
         return f'["keep","{text}",{encoded.places(captured)}]'
     if how == "ids":
         return f'["ids",{encoded.place(made[1])},{"true" if made[2] else "false"}]'

@@ -6,7 +6,7 @@ call of a kernel. The elements of the traced call would be stale.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,12 +105,10 @@ class Derived:
 
         return read.but(recipe=Recipe(make, tuple(sources)))
 
-    def sources(self, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Yield the tensors that `tensors` are made of, which the function itself does not make."""
-        for tensor in tensors:
-            for source in self._needed(tensor)[1] if self.made(tensor) else (tensor,):
-                if memory_of(source) not in self._own:
-                    yield source
+    def read(self, tables: Sequence[Table]) -> tuple[torch.Tensor, ...]:
+        """Return the sources of tables that the function does not make itself."""
+        sources = (source for table in tables for source in table.sources)
+        return tuple([source for source in sources if memory_of(source) not in self._own])
 
     def _needed(self, tensor: torch.Tensor) -> tuple[list[_Step], list[torch.Tensor]]:
         """Return the steps that a tensor depends on, and the other tensors that they read."""

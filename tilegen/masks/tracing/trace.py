@@ -125,10 +125,9 @@ def _traced(fn: Callable[..., Any], arguments: str, *, is_score: bool) -> Traced
         raise InvalidProblem(f"expected a function of {arguments}, got {fn}") from None
     number, mode, told = call(fn, is_score=is_score)
     expr, *slots = _result(finished(number), told, is_score)
-    read = [[mode.captured[i] for i in some] for some in slots]
     of = partial(mode.derived.table, is_score=is_score)
-    tables, unused = (tuple(map(of, tensors)) for tensors in read)
-    return Traced(expr, tables, unused, tuple(mode.derived.sources([*read[0], *read[1]])))
+    tables, unused = (tuple([of(mode.captured[i]) for i in some]) for some in slots)
+    return Traced(expr, tables, unused, mode.derived.read((*tables, *unused)))
 
 
 def _result(
