@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -97,12 +98,7 @@ class Derived:
             return read
         steps, sources = self._needed(tensor)
         dtype = tensor.dtype if is_score else getattr(torch, read.elements)
-
-        def make(*given: Any) -> tuple[torch.Tensor]:
-            *tables, _ = given  # the lengths
-            known = {id(source): table for source, table in zip(sources, tables, strict=True)}
-            return (_run(steps, tensor, known).to(dtype).contiguous(),)
-
+        make = partial(_made, steps, tensor, sources, dtype)
         return read.but(recipe=Recipe(make, tuple(sources)))
 
     def read(self, tables: Sequence[Table]) -> tuple[torch.Tensor, ...]:
@@ -127,6 +123,13 @@ class Derived:
                 elif not any(source is one for one in sources):
                     sources.append(source)
         return steps[::-1], sources
+
+
+def _made(steps: Any, tensor: Any, sources: Any, dtype: Any, *given: Any) -> tuple[torch.Tensor]:
+    """Make a tensor of tables in the place of its sources, in a dtype."""
+    *tables, _ = given  # the lengths
+    known = {id(source): table for source, table in zip(sources, tables, strict=True)}
+    return (_run(steps, tensor, known).to(dtype).contiguous(),)
 
 
 def _run(steps: list[_Step], tensor: torch.Tensor, known: dict[int, torch.Tensor]) -> torch.Tensor:
