@@ -194,7 +194,7 @@ def _refuse_gradients(q: Tensor) -> None:
 def varlen_window(problem: AttentionProblem) -> tuple[int, int]:
     """Return (left, right), -1 for unbounded; varlen_attn aligns them at the bottom right."""
     mask = problem.mask
-    if (window := mask.window) is None or mask.values:
+    if (window := mask.window) is None or mask.tables:
         raise Unsupported("takes one window, not an intersection of masks")
     if mask.is_full:
         return -1, -1

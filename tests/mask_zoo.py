@@ -143,7 +143,7 @@ _TREES = _random(BATCH, 60, 60) | torch.eye(60).bool()  # wider than there are q
 
 
 def _layout_of(mask: Mask) -> Any:
-    return mask.values[0].tensor
+    return mask.tables[0].tensor
 
 
 def _inside(at: int, seen: int, size: int, window: int) -> bool:
@@ -193,7 +193,7 @@ def _zoo() -> list[Case]:
     same = {"seqlen_q": 64, "seqlen_kv": 64}
     visible, spans = torch.tensor(_VISIBLE), torch.tensor(_SPANS)
     big = bigbird(70, block=8, window=3, tokens=1, random=1, seed=5)
-    far = next(value.tensor for value in big.values if value.kind == "bool")
+    far = next(value.tensor for value in big.tables if value.kind == "bool")
     left = values(_HEAD_WINDOWS, "h")
     by_both = values(_BOTH_WINDOWS, "bh")
     longer = _random(40, 40)

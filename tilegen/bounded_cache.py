@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
-from threading import Lock, RLock
+from threading import RLock
 from typing import Any, Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -27,7 +27,7 @@ class BoundedCache(Generic[K, V]):
         self._used: deque[K] = deque(maxlen=MAX_USED)  # since a value was stored
         self._size = size
         self._making: dict[K, RLock] = {}
-        self._lock = Lock()
+        self._lock = RLock()  # reentrant: what is dropped may drop others while it is held
         self._on_drop = on_drop
         self._recent: tuple[tuple[Any, K, Any], ...] = ()
 
@@ -63,6 +63,11 @@ class BoundedCache(Generic[K, V]):
                 with self._lock:
                     self._making.pop(key, None)
         return value
+
+    def drop(self, key: K) -> None:
+        """Drop the value of a key, if there is one."""
+        with self._lock:
+            self._values.pop(key, None)
 
     def recall(self, facts: Any) -> Any:
         """Return the object that `note` stored recently with equal facts, or None.

@@ -79,7 +79,7 @@ def test_the_program_that_is_counted_computes_attention(mask: str, tmp_path: Pat
     q, k, v = (tensor(f"{name}_ptr").double() for name in "qkv")
     kept = torch.ones(256, 256, dtype=torch.bool)
     if mask != "full":
-        (layout,) = problem.mask.values
+        (layout,) = problem.mask.tables
         assert layout.tensor is not None
         kept = layout.tensor.repeat_interleave(64, 0).repeat_interleave(64, 1)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=kept, scale=0.1)

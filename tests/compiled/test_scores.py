@@ -33,6 +33,7 @@ from tilegen.masks.score import (
     softcap,
     temperature,
 )
+from tilegen.masks.values import table_of
 from tilegen.problem import AttentionProblem, DType
 
 WHOLE_HEADS: dict[Kernel, TileConfig] = dict(
@@ -167,7 +168,7 @@ def test_random_scores(seed: int) -> None:
     used = [slot for slot in range(3) if f"t{slot}" in text]
     for new, old in enumerate(used):  # tensors are numbered by those there are
         text = text.replace(f"t{old}[", f"t{new}[")
-    made = Score(f"s+{text}", tuple(captured[slot] for slot in used)).then(softcap(8.0))
+    made = Score(f"s+{text}", tuple(table_of(captured[slot]) for slot in used)).then(softcap(8.0))
     mask, *lengths = list(MASKS.values())[seed % 5]
     agrees(made, mask, WHOLE_HEADS, lengths=tuple(lengths), heads=expression_trees.HEADS)
 

@@ -20,11 +20,17 @@ DOCUMENTS_OF_A_BATCH = DOCUMENTS[None].int()
 MADE: dict[str, Callable[[], Any]] = {
     "a function": lambda: predicate(lambda b, h, q, k: q >= k),
     "a function of a tensor": lambda: predicate(lambda b, h, q, k: DOCUMENTS[q] >= DOCUMENTS[k]),
+    "a function that makes a tensor": lambda: predicate(
+        lambda b, h, q, k: (DOCUMENTS + 1)[q] > DOCUMENTS[k]
+    ),
     "not a function": lambda: ~predicate(lambda b, h, q, k: q >= k),
     "two masks": lambda: tilegen.causal() & predicate(lambda b, h, q, k: (q - k) % 3 == 0),
     "documents": lambda: tilegen.documents(DOCUMENTS_OF_A_BATCH),
     "a tree": lambda: tilegen.tree(torch.ones(1, 1, dtype=torch.bool)),
     "a score": lambda: tilegen.score(lambda s, b, h, q, k: s + BIAS[h, q]),
+    "a score that makes a tensor": lambda: tilegen.score(
+        lambda s, b, h, q, k: s + (2 * BIAS)[h, q]
+    ),
     "two scores": lambda: tilegen.softcap(3.0).then(tilegen.score(lambda s, b, h, q, k: s * h)),
 }
 

@@ -106,7 +106,7 @@ def test_constants_are_made_once() -> None:
 
     score = score_of(change)
     assert score is not None
-    assert not score.derived
+    assert not score.makes_tensors
 
 
 def test_tensors_change_before_they_are_read() -> None:

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.expression_trees import KINDS, condition, score, t0, t1, t2
-from tilegen.errors import InvalidProblem, TilegenError
+from tilegen.errors import InvalidProblem, Unsupported
+from tilegen.masks import score as scores
 from tilegen.masks.language.algebra import (
     as_expr,
     equal,
@@ -33,8 +34,9 @@ from tilegen.masks.language.expr import (
     captured_slots,
 )
 from tilegen.masks.language.functions import elementary, power
-from tilegen.masks.language.rewriting import free_parts, kind_of_tensor, merge, rename
+from tilegen.masks.language.rewriting import free_parts, merge, rename
 from tilegen.masks.language.texts import MAX_DEPTH, MAX_TEXT, from_text, to_text
+from tilegen.masks.values import table_of
 
 pytestmark = pytest.mark.oldest
 
@@ -223,17 +225,21 @@ def test_free_parts() -> None:
 
 
 def test_captured_tensors_are_renumbered_and_merged() -> None:
-    left, two, three = torch.zeros(3), torch.zeros(3), torch.zeros(3, dtype=torch.int32)
+    tensors = torch.zeros(3), torch.zeros(3), torch.zeros(3, dtype=torch.int32)
+    left, two, three = map(table_of, tensors)
     first = t0(H) + load(1, "float", Q)
     second = t0(K) * t1(H)
-    merged, captured = merge([(first, (left, two)), (second, (two, three))])
-    assert [id(tensor) for tensor in captured] == [id(left), id(two), id(three)]
+    again = table_of(tensors[1], "h")
+    merged, captured = merge([(first, (left, two)), (second, (again, three))])
+    assert captured == (left, again, three)
     assert [to_text(expr) for expr in merged] == ["t0[h]+t1[q]", "t2[h]*t1[k]"]
-    assert [kind_of_tensor(left) for left in captured] == ["float", "float", "int"]
+    assert [one.kind for one in captured] == ["float", "float", "int"]
     assert captured_slots(merged[1]) == [1, 2]
     unread, kept = merge([(S + load(1, "float", H), (left, two))])
     assert [to_text(expr) for expr in unread] == ["s+t0[h]"]
-    assert kept[0] is two
+    assert kept == (two,)
+    other = table_of(tensors[1], "q")  # another size must be checked
+    assert merge([(t0(H), (again,)), (t0(Q), (other,))])[1] == (again, other)
 
 
 def test_renaming_keeps_the_elements_of_a_tensor() -> None:
@@ -243,5 +249,6 @@ def test_renaming_keeps_the_elements_of_a_tensor() -> None:
 
 
 def test_complex_tensors_are_refused() -> None:
-    with pytest.raises(TilegenError, match="complex64"):
-        kind_of_tensor(torch.zeros(2, dtype=torch.complex64))
+    numbers = torch.zeros(2, dtype=torch.complex64)
+    with pytest.raises(Unsupported, match="complex64"):
+        scores.score(lambda s, b, h, q, k: s + numbers[h])

@@ -49,7 +49,7 @@ def test_compiled_code_does_not_depend_on_values() -> None:
     cu.copy_(torch.tensor([0, 1, 2, 70]))
     assert left == other == packed(cu, tokens=70).stand_in
     same, equal = packed(cu, cu), packed(cu, cu.clone())
-    assert same.values[0].origin != equal.values[0].origin  # by what they are, not by what they say
+    assert same.tables[0].origin != equal.tables[0].origin  # by what they are, not by what they say
 
 
 def test_values_changed_to_invalid_ones_are_refused() -> None:
@@ -95,11 +95,11 @@ def test_tables_of_packed_masks_wait_for_no_device(
         ((70, 70), packed(cu, None, mask, tokens=70)),
         ((70, 90), packed(cu, kv, mask, tokens=90)),
     ):
-        tables = [value.on(torch.device("cpu"), lengths) for value in whole.values]
+        tables = [value.on(torch.device("cpu"), lengths) for value in whole.tables]
         assert all(isinstance(table, _Unseen) for table in tables)
     ids = torch.arange(70) // 9
     for made in (tilegen.documents(ids), tilegen.documents(ids % 2)):
-        recipe = made.values[0].recipe
+        recipe = made.tables[0].recipe
         assert recipe is not None
         assert recipe.make(ids.as_subclass(_Unseen), (70, 70))
 

@@ -53,6 +53,12 @@ def test_a_table_is_buffered_like_keys() -> None:
     assert adds(f"full {TABLE.format('+')}", "bwd_dq") == (3 * tile * 4, 3 * tile // 128)
 
 
+def test_a_table_may_be_looked_up_by_another() -> None:
+    tile = 64 * 32
+    assert adds("full score(s+t0[k,t1[q]],float32,int32)") == (3 * tile * 4, tile // 128)
+    assert adds("full score(s+t0[t1[q],k],float32,int32)") == (3 * tile * 4, tile // 128)
+
+
 def test_the_footprint_counts_it() -> None:
     plain, tabled = (
         footprint(

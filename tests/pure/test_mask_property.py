@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.tile_classes import brute_force, found_classes
 from tilegen.masks import (
     Mask,
-    Values,
+    Table,
     block_sparse,
     causal,
     dilated,
@@ -82,7 +82,7 @@ ANY_AFFINE = st.builds(affine, *(st.integers(-4, 4),) * 2, c=st.integers(-60, 60
 ALIGNMENTS = st.sampled_from(["top_left", "bottom_right"])
 
 
-def run_time(axes: str) -> st.SearchStrategy[Values]:
+def run_time(axes: str) -> st.SearchStrategy[Table]:
     sizes = [{"b": BATCH, "h": HEADS}[axis] for axis in axes]
     count = int(np.prod(sizes, dtype=int))
     tensors = st.lists(NUMBERS, min_size=count, max_size=count).map(
@@ -229,13 +229,13 @@ def test_absolute_values_minima_and_maxima(
 def test_numbers_that_rise_along_rows_are_never_unsafe(
     data: st.DataObject, seqlen_q: int, seqlen_kv: int, block_m: int, block_n: int, side: Side
 ) -> None:
-    def rising(axis: str, length: int) -> Values:
+    def rising(axis: str, length: int) -> Table:
         batches = data.draw(st.booleans())
         shape = (BATCH, length) if batches else (length,)
         size = int(np.prod(shape))
         steps = data.draw(st.lists(st.integers(0, 4), min_size=size, max_size=size))
         tensor = torch.tensor(steps, dtype=torch.int32).view(shape).cumsum(-1, dtype=torch.int32)
-        return Values("b" * batches + axis, 8, tensor=tensor, pattern="ends")
+        return Table("b" * batches + axis, 8, tensor=tensor, pattern="ends")
 
     rows = kv_prefix(rising("q", seqlen_q)) | ~kv_prefix(rising("q", seqlen_q))
     window = sliding_window(rising("q", seqlen_q), data.draw(NUMBERS))
@@ -329,7 +329,7 @@ def test_one_interval_leaves_the_tiles_that_several_merged_do(
     ends = {FIRST: first, LAST: (first + step).clamp(max=stays) - 1}
     lengths = {SEQLEN_Q: torch.tensor(seqlen_q), SEQLEN_KV: torch.tensor(seqlen_kv)}
     heads = {B: torch.arange(BATCH)[:, None, None], H: torch.arange(HEADS)[:, None]}
-    tables = [value.on("cpu") for value in mask.values]
+    tables = [value.on("cpu") for value in mask.tables]
     computed = points(tables, ends | lengths | heads, torch.device("cpu"))
 
     def number(expr: Any) -> torch.Tensor:

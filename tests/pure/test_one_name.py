@@ -161,7 +161,7 @@ def test_masks_keep_their_form(case: Any) -> None:
         assert same.stand_in == mask.stand_in
     assert (mask & other).stand_in == (other & mask).stand_in
     assert (~mask | other).stand_in == (~(mask & ~other)).stand_in
-    if not mask.values:
+    if not mask.tables:
         assert parse_mask(mask.notation) == mask
 
 
@@ -218,7 +218,7 @@ def test_masks_that_differ_have_different_keys() -> None:
     """At three pairs of lengths, by the pairs that they keep."""
     lengths = [(1, 50), (33, 70), (70, 33)]
     masks = [_mask(written) for mask, others in NAMED.values() for written in (mask, *others)]
-    masks += [case.mask for case in ZOO if not case.mask.values and not case.mask.is_tied]
+    masks += [case.mask for case in ZOO if not case.mask.tables and not case.mask.is_tied]
     masks += [parse_mask(f"window({left},{right})") for left in (-1, 0, 1) for right in (-1, 0, 1)]
     masks += [parse_mask(f"{form}({n})") for form in ("global", "prefix_lm") for n in (1, 2, 38)]
     kept: dict[str, bytes] = {}
@@ -230,14 +230,14 @@ def test_masks_that_differ_have_different_keys() -> None:
 def test_two_tables_of_one_notation_stay_two() -> None:
     first, second = tilegen.values(torch.tensor([3, 40]), "b"), tilegen.values([5, 30], "b")
     mask = sliding_window(first, None) & sliding_window(None, second)
-    assert [value.tensor.tolist() for value in mask.values] == [[3, 40], [5, 30]]
+    assert [value.tensor.tolist() for value in mask.tables] == [[3, 40], [5, 30]]
     rows, columns = _grid(70)
     for b in range(2):
         kept = mask.kept(rows, columns, 70, 70, b=b)
         expected = (rows - [3, 40][b] <= columns) & (columns <= rows + [5, 30][b])
         assert torch.equal(kept, expected)
     either = parse_mask("kv_prefix(@b:4)|~global(@b:4)")
-    assert len(either.values) == 2
+    assert len(either.tables) == 2
 
 
 NEAR_THE_END = torch.tensor([2**63 - 6, 2**63 - 5, -(2**63) + 2, 3, -9])
@@ -265,7 +265,7 @@ def test_the_density_of_a_condition_does_not_depend_on_what_stands_beside_it() -
     alone = tilegen.predicate(near)
     beside = tilegen.predicate(lambda b, h, q, k: (k <= q) & near(b, h, q, k))
     joined = causal() & alone
-    percents = {value.typical for mask in (alone, beside, joined) for value in mask.values}
+    percents = {value.typical for mask in (alone, beside, joined) for value in mask.tables}
     assert len(percents) == 1
     assert beside.stand_in == joined.stand_in
     assert percents.pop() < 100

@@ -54,7 +54,7 @@ def problem(mask: Mask, seqlen_q: int = 4096, seqlen_kv: int = 4096) -> Attentio
 
 def tensor_bytes(mask: Mask, length: int) -> int:
     """The bytes of a call's tables."""
-    return sum(value.on("cpu", (length, length)).nbytes for value in mask.values)
+    return sum(value.on("cpu", (length, length)).nbytes for value in mask.tables)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -63,7 +63,7 @@ def tensor_bytes(mask: Mask, length: int) -> int:
 
 def test_a_causal_window_of_a_million_tokens_takes_no_memory() -> None:
     mask = causal() & sliding_window(4095)
-    assert not mask.values
+    assert not mask.tables
     for side in ("rows", "columns"):
         ranges = tile_ranges(mask, side, seqlen_q=LONG, seqlen_kv=LONG, block_m=128, block_n=128)
         assert any(ranges.pieces)  # in closed form: nothing is listed
@@ -86,7 +86,7 @@ def test_packed_documents_take_four_numbers_a_token(length: int) -> None:
         packed(cu, cu, mask=causal("bottom_right") & sliding_window(9)),
     ):
         assert tensor_bytes(mask, length) == 16 * length
-        tables = [value.on("cpu", (length, length)) for value in mask.values]
+        tables = [value.on("cpu", (length, length)) for value in mask.tables]
         assert all(table.dtype == torch.int32 for table in tables)
     assert tensor_bytes(packed(cu, mask=prefix_lm(9)), length) == 24 * length
 

@@ -174,5 +174,5 @@ def test_spaces_in_masks_do_not_split_them(spaced: str, mask: str) -> None:
 
 def test_masks_that_look_alike_are_not_merged() -> None:
     both = parse_mask("documents(@q:64)") & parse_mask("documents(@q:64)")
-    assert len(both.values) == 8
+    assert len(both.tables) == 8
     assert parse_mask(both.notation) == both

@@ -42,6 +42,7 @@ from tilegen.masks.score import (
     temperature,
 )
 from tilegen.masks.score_source import ScoreSource, score_source
+from tilegen.masks.values import table_of
 
 pytestmark = pytest.mark.oldest
 
@@ -209,7 +210,7 @@ def test_derivatives_of_random_scores_equal_autograd(random: Random, depth: int,
         torch.arange(7) % 5 - 2,
         torch.arange(5) % 3 == 0,
     )
-    check_gradients(Score(to_text(expr), captured), seed)
+    check_gradients(Score(to_text(expr), tuple(map(table_of, captured))), seed)
 
 
 @pytest.mark.parametrize(

@@ -210,7 +210,7 @@ def test_bool_masks_are_read_where_they_are_and_die_with_their_tensor() -> None:
     q, k, _ = inputs(*PLAIN)
     first, second = (sdpa._explicit(mask, q, k, (2,))["mask"] for _ in range(2))
     assert first is second
-    (table,) = first.values
+    (table,) = first.tables
     assert table.on("cpu", (5, 7)).data_ptr() == mask.data_ptr()
     assert len(sdpa._masks) == count
     del mask, first, second, table

@@ -15,7 +15,6 @@ from tilegen.errors import Unsupported
 from tilegen.masks.language.derivatives import derivatives, text_of
 from tilegen.masks.language.evaluation import evaluate
 from tilegen.masks.language.expr import S, slot_of
-from tilegen.masks.language.rewriting import kind_of_tensor
 from tilegen.masks.language.texts import from_text, to_text
 from tilegen.masks.tracing.trace import trace_mask, trace_score
 
@@ -136,7 +135,7 @@ def value(expr: Any, captured: Any, **symbols: torch.Tensor) -> torch.Tensor:
 def test_masks_that_search_tables(name: str) -> None:
     traced = trace_mask(MASKS[name])
     expected = of_pairs(MASKS[name]).bool()
-    kinds = tuple(map(kind_of_tensor, traced.captured))
+    kinds = tuple([one.kind for one in traced.tables])
     for expr in (traced.expr, from_text(to_text(traced.expr), kinds)):
         assert torch.equal(value(expr, traced.captured), expected)
 
@@ -148,7 +147,7 @@ def test_scores_that_search_tables_and_their_gradients(name: str) -> None:
     s.requires_grad_()
     pairs = zip(s.flatten(), product(*map(range, SHAPE)), strict=True)
     expected = torch.stack([SCORES[name](x, *map(torch.tensor, pair)) for x, pair in pairs])
-    kinds = tuple(map(kind_of_tensor, traced.captured))
+    kinds = tuple([one.kind for one in traced.tables])
     near: dict[str, Any] = {"rtol": 1e-6, "atol": 1e-6}
     for expr in (traced.expr, from_text(text_of(traced.expr), kinds)):
         actual = value(expr, traced.captured, s=s)

@@ -15,7 +15,6 @@ from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.masks import predicate
 from tilegen.masks.language.derivatives import text_of
 from tilegen.masks.language.evaluation import evaluate
-from tilegen.masks.language.rewriting import kind_of_tensor
 from tilegen.masks.language.texts import from_text, to_text
 from tilegen.masks.tiles.tile_ranges import is_solved
 from tilegen.masks.tracing.trace import MAX_LEVELS, trace_mask, trace_score
@@ -140,7 +139,7 @@ def test_traced_masks_equal_the_functions(name: str) -> None:
     expected = torch.as_tensor(function(*GRID)).expand(SHAPE)
     for expr in (
         traced.expr,
-        from_text(to_text(traced.expr), tuple(map(kind_of_tensor, traced.captured))),
+        from_text(to_text(traced.expr), tuple([one.kind for one in traced.tables])),
     ):
         b, h, q, k = GRID
         actual = evaluate(
@@ -248,7 +247,7 @@ def test_traced_scores_equal_the_functions(name: str) -> None:
     expected = torch.as_tensor(function(SCORES, *GRID)).double().expand(SHAPE)
     for expr in (
         traced.expr,
-        from_text(to_text(traced.expr), tuple(map(kind_of_tensor, traced.captured))),
+        from_text(to_text(traced.expr), tuple([one.kind for one in traced.tables])),
     ):
         b, h, q, k = GRID
         actual = evaluate(

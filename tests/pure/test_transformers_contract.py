@@ -183,7 +183,7 @@ def test_masks_are_made_without_a_look_at_values() -> None:
         given = (2, rows, 10, q_offset, 0, function, ids.bool())
         made = model_masks.model_mask(*given, device="meta")
         assert made.mask.form is not BLOCK_SPARSE
-        assert all(one.tensor.device.type == "meta" for one in made.mask.values)
+        assert all(one.tensor.device.type == "meta" for one in made.mask.tables)
 
 
 @pytest.mark.parametrize("name", ["Falcon", "GPTJ", "GPTNeo"])

@@ -14,7 +14,7 @@ from tilegen.check.reference import dense_mask
 from tilegen.errors import InvalidProblem
 from tilegen.masks import (
     Mask,
-    Values,
+    Table,
     block_sparse,
     causal,
     documents,
@@ -157,8 +157,8 @@ def test_values_are_equal_only_to_themselves_and_stand_ins_by_what_they_say() ->
     assert sliding_window(left) != sliding_window(other)
     assert sliding_window(left).stand_in == sliding_window(other).stand_in
     assert hash(sliding_window(left).stand_in) == hash(sliding_window(other).stand_in)
-    assert Values("h", 8) != Values("b", 8)
-    assert Values("q", 8, pattern="firsts") != Values("q", 8)
+    assert Table("h", 8) != Table("b", 8)
+    assert Table("q", 8, pattern="firsts") != Table("q", 8)
 
 
 def test_keys_of_problems_with_values_are_read_back() -> None:

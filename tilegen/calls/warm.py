@@ -104,7 +104,7 @@ def _of_lengths(
 
 def _is_plain(problem: AttentionProblem) -> bool:
     """Check whether a call of a problem has no tensors besides q, k and v."""
-    return not (problem.mask.values or problem.score or problem.dropout or problem.page)
+    return not (problem.mask.tables or problem.score or problem.dropout or problem.page)
 
 
 def _launch(kernels: Kernels, problem: AttentionProblem, backward: bool) -> None:

@@ -252,8 +252,7 @@ def _widened(score: Score | None) -> Score | None:
             return tensor
         return tensor.detach().to(torch.float64).requires_grad_()
 
-    sinks = None if score.sink_logits is None else wide(score.sink_logits)
-    return replace(score, captured=tuple(map(wide, score.captured)), sink_logits=sinks)
+    return score.with_tensors(wide)
 
 
 def _reference(

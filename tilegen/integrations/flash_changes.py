@@ -17,7 +17,7 @@ from tilegen.masks.made import is_traced, made_once
 from tilegen.masks.mask import Mask
 from tilegen.masks.plain import check_plain, plain_number
 from tilegen.masks.score import Score
-from tilegen.masks.values import Alignment
+from tilegen.masks.values import Alignment, table_of
 from tilegen.runtime.call import shown
 
 
@@ -81,7 +81,7 @@ def score_of(
     check_plain(alibi_slopes=alibi_slopes)
     axes = "h" if alibi_slopes.ndim == 1 else "bh"
     text = _text(0.0 if softcap <= 0 else softcap, axes, alignment)
-    return Score(text, (alibi_slopes,), sizes=((0, axes),))
+    return Score(text, (table_of(alibi_slopes, axes),))
 
 
 _softcap = made_once(scores.softcap)

@@ -14,7 +14,7 @@ from tilegen.masks.made import is_traced
 from tilegen.masks.mask import Mask
 from tilegen.masks.score import Score
 from tilegen.masks.snapshots import TensorCache
-from tilegen.masks.values import is_captured
+from tilegen.masks.values import is_captured, table_of
 
 MAX_MASKS = 4
 """Masks of tensors cached for further layers of a forward that pass the same tensors. Each may be
@@ -84,7 +84,8 @@ def score_of(
         batch, heads, rows, _ = added.shape
         varies = batch != 1, heads != 1, rows == lengths[0], True
     form = _form(None if softcap is None else float(softcap), varies)
-    return replace(form, captured=() if added is None else (added,), sink_logits=sinks)
+    score = form.with_tensors(lambda _: added)
+    return score if sinks is None else replace(score, sinks=table_of(sinks, "h"))
 
 
 @lru_cache(maxsize=64)

@@ -138,9 +138,9 @@ def _softcap(problem: AttentionProblem) -> float:
     """Return the soft cap of a problem's score, 0 for none. Raises Unsupported for other scores."""
     if problem.score is None:
         return 0.0
-    match = re.match(r"([0-9.e+-]+)\*tanh\(", problem.score.text)
-    cap = float(match[1]) if match else 0.0
-    if not cap or problem.score.sinks or softcap(cap).form != problem.score:
+    factors = (float(part.value) for part in problem.score.expression().args if part.is_const)
+    cap = next(factors, 1.0)
+    if cap <= 0 or problem.score.sinks or softcap(cap).form != problem.score:
         raise Unsupported(
             f"expected no score, or a soft cap, got {problem.score.notation}; leave it out of the "
             "catalogue"

@@ -29,7 +29,7 @@ from tilegen.masks.mask import (
     sliding_window,
     unite,
 )
-from tilegen.masks.values import UNKNOWN, Values, is_checked
+from tilegen.masks.values import UNKNOWN, Table, is_checked
 
 MaskFunction = Callable[..., Any]
 
@@ -130,11 +130,11 @@ class Place:
             None if right is None else self._number(right + self.shift),
         )
 
-    def _number(self, value: Any) -> Values:
+    def _number(self, value: Any) -> Table:
         """Return a number that a kernel reads, since it changes at each step of a generation."""
         if not isinstance(value, torch.Tensor):
             value = torch.full((), value, dtype=torch.int32, device=self.device)
-        return Values(axes="", typical=UNKNOWN, tensor=value.reshape(()).to(torch.int32))
+        return Table(axes="", typical=UNKNOWN, tensor=value.reshape(()).to(torch.int32))
 
 
 def model_mask(

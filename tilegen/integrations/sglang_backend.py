@@ -37,6 +37,7 @@ from tilegen.integrations.flash_changes import score_of
 from tilegen.masks.constructors import tree
 from tilegen.masks.mask import Mask, sliding_window
 from tilegen.masks.score import Score
+from tilegen.masks.values import table_of
 from tilegen.problem import PAGES
 
 _NO_DRAFTING = (
@@ -237,7 +238,7 @@ class TilegenAttnBackend(AttentionBackend):
                     batch.trees[left] &= sliding_window(left, None, "bottom_right")
             mask = batch.trees[left]
         if sinks is not None:
-            score = replace(score or Score(), sink_logits=sinks)
+            score = replace(score or Score(), sinks=table_of(sinks, "h"))
         rows = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         if k is not None and v is not None:
             if save_kv_cache:

@@ -12,7 +12,7 @@ import torch
 
 from tilegen.masks.mask import Mask
 from tilegen.masks.usual import BLOCK_SPARSE, DOCUMENTS, SAME_ID
-from tilegen.masks.values import UNKNOWN, Pattern, Values
+from tilegen.masks.values import UNKNOWN, Pattern, Table
 
 TYPICAL = 50
 """Assumed share of the pairs that bool masks keep [percent]. Measuring it would wait for the GPU,
@@ -99,7 +99,7 @@ def dense(keep: torch.Tensor) -> Mask:
     """Return the mask of a bool tensor (1 or batch, 1 or heads, rows, columns)."""
     axes = "".join(name for name, size in zip("bh", keep.shape, strict=False) if size != 1)
     keep = keep.reshape(*(size for size in keep.shape[:2] if size != 1), *keep.shape[2:])
-    layout = Values(axes=axes, typical=TYPICAL, tensor=keep, kind="bool", pattern="layout")
+    layout = Table(axes=axes, typical=TYPICAL, tensor=keep, kind="bool", pattern="layout")
     return Mask.of(BLOCK_SPARSE, layout, 1)
 
 
@@ -112,6 +112,6 @@ def _intervals(tables: Tables) -> Mask:
     )
 
 
-def _values(axes: str, pattern: Pattern, tensor: torch.Tensor, *, typical: int = UNKNOWN) -> Values:
+def _values(axes: str, pattern: Pattern, tensor: torch.Tensor, *, typical: int = UNKNOWN) -> Table:
     table = tensor.to(torch.int32).contiguous()
-    return Values(axes=axes, typical=typical, tensor=table, pattern=pattern)
+    return Table(axes=axes, typical=typical, tensor=table, pattern=pattern)

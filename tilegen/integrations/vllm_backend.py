@@ -27,6 +27,7 @@ from tilegen.errors import Unsupported
 from tilegen.integrations import windows
 from tilegen.integrations.flash_changes import score_of
 from tilegen.masks.score import Score
+from tilegen.masks.values import table_of
 from tilegen.problem import MAX_HEAD_DIM, MIN_HEAD_DIM
 from tilegen.runtime.call import DTYPES
 from tilegen.runtime.slots import write_slots
@@ -254,7 +255,7 @@ class TilegenImpl(AttentionImpl[TilegenMetadata]):
         slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
         self.score = score_of(logits_soft_cap or 0.0, slopes, "bottom_right")
         if sinks is not None:
-            self.score = replace(self.score or Score(), sink_logits=sinks)
+            self.score = replace(self.score or Score(), sinks=table_of(sinks, "h"))
 
     def forward(
         self,

@@ -74,7 +74,7 @@ class _Attention(_Function):
         scale, changes, kernels = ctx.call = call  # one argument: autograd inspects each
         out, lse = kernels.forward(q, k, v, scale, changes)
         read: list[torch.Tensor] = []
-        if changes.given.values or changes.kv_lengths is not None or changes.score is not None:
+        if changes.given.tables or changes.kv_lengths is not None or changes.score is not None:
             # Saved for autograd to raise if they are changed in place before the backward.
             sinks = () if changes.sinks is None else (changes.sinks,)
             read = [

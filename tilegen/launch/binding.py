@@ -38,7 +38,7 @@ class BoundKernel:
         names = inspect.signature(launch).parameters if names is None else names
         self.launch = launch
         slots = [(int(name[1:]), name) for name in names if re.fullmatch(r"t\d+", name)]
-        self._slots = [(slot, name, mask.values[slot].kind == "bool") for slot, name in slots]
+        self._slots = [(slot, name, mask.tables[slot].kind == "bool") for slot, name in slots]
         self._reads = [name for name in names if re.fullmatch(r"d?c\d+|sinks|dropout(_p)?", name)]
         self._side: Side = KERNELS[kernel].stays
         self._blocks = {"block_m": config.block_m, "block_n": config.block_n}
@@ -46,7 +46,7 @@ class BoundKernel:
         if "tiles" in names:
             self._keep = mask.general.predicate(self._side)
 
-        alone = bool(slots) and len(mask.values) == 1 and not self._reads and self._keep is None
+        alone = bool(slots) and len(mask.tables) == 1 and not self._reads and self._keep is None
         self.reads_t0_alone = alone and not self._slots[0][2]
         """True if the kernel reads exactly one extra tensor: that of the mask, unchanged."""
         self.reads_nothing = not self._slots and not self._reads and self._keep is None
@@ -77,8 +77,8 @@ class BoundKernel:
             shape.tiled(**self._blocks),
             device=device,
             side=self._side,
-            sources=tuple(source for value in mask.values for source in value.sources),
-            origin=tuple(value.origin for value in mask.values),
+            sources=tuple(source for value in mask.tables for source in value.sources),
+            origin=tuple(value.origin for value in mask.tables),
         )
         num_stationary = lists.num_stationary
         return partial(

@@ -62,7 +62,7 @@ def launcher_of_module(
     if not problem.page and "q" in KERNELS[kernel].given:
         of_batch = [
             f"t{i}_n0"
-            for i, (value, owner) in enumerate(problem.mask.places_of_values)
+            for i, (value, owner) in enumerate(problem.mask.places_of_tables)
             if value.axes == "b" and owner is None
         ]
     launched = Launched(

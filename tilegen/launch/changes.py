@@ -77,7 +77,7 @@ class Changes:
     @property
     def sources(self) -> Iterator[torch.Tensor]:
         """The tensors that the mask reads."""
-        for value in self.given.values:
+        for value in self.given.tables:
             yield from value.sources
         if self.kv_lengths is not None:
             yield self.kv_lengths
@@ -94,7 +94,7 @@ class Changes:
         if self.kv_lengths is None:
             return tensors_of(given, Shape.of(q, k), device)
         lengths = self.lengths(device, converts)
-        if not given.values:
+        if not given.tables:
             return (lengths,)
         tables = tensors_of(given, Shape.of(q, k), device)
         at = kind_of_mask(given).padded[1]
@@ -124,9 +124,7 @@ class Changes:
         tensors = (*self.captured, *(() if self.sinks is None else (self.sinks,)))
         if self.score is None or all(tensor.device == device for tensor in tensors):
             return self
-        sinks = None if self.sinks is None else self.sinks.to(device)
-        captured = tuple(tensor.to(device) for tensor in self.captured)
-        return replace(self, score=replace(self.score, captured=captured, sink_logits=sinks))
+        return replace(self, score=self.score.with_tensors(lambda tensor: tensor.to(device)))
 
 
 @dataclass(slots=True)

@@ -16,11 +16,11 @@ from tilegen.masks.constructors import (
 from tilegen.masks.mask import Mask, causal, full, intersect, sliding_window
 from tilegen.masks.notation import parse_mask
 from tilegen.masks.usual import ancestors, dilated, global_tokens, neighborhood, prefix_lm
-from tilegen.masks.values import Values, values
+from tilegen.masks.values import Table, values
 
 __all__ = [
     "Mask",
-    "Values",
+    "Table",
     "ancestors",
     "bigbird",
     "block_sparse",

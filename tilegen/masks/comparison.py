@@ -25,7 +25,7 @@ from tilegen.masks.language.rewriting import merge
 from tilegen.masks.mask import Mask
 from tilegen.masks.tracing.trace import Traced
 from tilegen.masks.usual import equal
-from tilegen.masks.values import Lengths, Pair, Recipe, Values, power_of_two_near, table
+from tilegen.masks.values import Lengths, Pair, Recipe, Table, power_of_two_near, table_of
 
 Relation = Literal["<=", "<", ">=", ">", "=="]
 Tables = tuple[torch.Tensor, ...]
@@ -34,7 +34,7 @@ LOOSE = 1.25
 
 
 def _enclosing(
-    at: Pair, side: Side, column: Values, row: Values, *bounds: Values
+    at: Pair, side: Side, column: Table, row: Table, *bounds: Table
 ) -> tuple[Condition, Condition]:
     by_side, index = (bounds[:4], at.k) if side == "rows" else (bounds[4:], at.q)
     first, end, sure_first, sure_end = (bound.at(at) for bound in by_side)
@@ -59,12 +59,12 @@ MATCHED = Form(
 """`column[k] == row[q]`, with the same bounds."""
 
 
-def compared(form: Form, column: Values) -> Mask:
+def compared(form: Form, column: Table) -> Mask:
     """Return a comparison whose other tables come from the same recipe as `column`, the first
     table, or are stand-ins like `column`."""
     axes = (column.axes or "")[:-1]
 
-    def bounds(axis: str, part: int) -> list[Values]:
+    def bounds(axis: str, part: int) -> list[Table]:
         return [column.beside(part + i, "rising", axes + axis) for i in range(4)]
 
     row = column.beside(1, "table", f"{axes}q")
@@ -86,19 +86,20 @@ class Sides(NamedTuple):
 def comparison_of(part: Any, traced: Traced) -> Mask | None:
     """Convert a condition to a comparison; None if it is not a comparison, or if its numbers
     rise and fall so much that lists of tiles cost less."""
-    ((expr,), sources) = merge([(part, traced.captured)])
-    made = any(map(traced.derived.made, sources))
+    ((expr,), tables) = merge([(part, traced.tables)])
+    sources = tuple([one.tensor for one in tables])
     sides, is_batched = _separated(expr), expr.has(B)
-    if not sources or sides is None or made or any(one.is_meta for one in sources):
+    is_made = any(one.recipe is not None or one.tensor.is_meta for one in tables)
+    if not sources or sides is None or is_made:
         return None
     given = (sides, is_batched)
     length = _length_of_tables(expr, sources)
-    tables = _tables(*(one.detach() for one in sources), (length, length), *given)
-    column, row, first, end = (one.long() for one in tables[:4])
+    made = _tables(*(one.detach() for one in sources), (length, length), *given)
+    column, row, first, end = (one.long() for one in made[:4])
     kept = float(_counts(column, row, sides.relation).double().mean())
     if float((end - first).clamp(min=0).double().mean()) > LOOSE * kept + 1:
         return None
-    like = Values(
+    like = Table(
         axes="bk" if is_batched else "k",
         typical=min(100, power_of_two_near(max(1, round(100 * kept / length)))),
         pattern="table",
@@ -181,7 +182,7 @@ def _numbers(
     """Return the two numbers that are compared: (..., seqlen_kv) of columns and (..., seqlen_q) of
     rows, in one dtype; a batch comes first where the condition depends on it."""
     device = tensors[0].device
-    captured = [table(one, 0).on(device) for one in tensors]
+    captured = [table_of(one).on(device) for one in tensors]
     by_batch = [one for side in (sides.column, sides.row) for one in side.loads() if one.has(B)]
     batch = min((len(captured[slot_of(one)]) for one in by_batch), default=1)
     shape = (batch,) if is_batched else ()

@@ -12,7 +12,7 @@ from tilegen.masks.mask import Mask, Pending, causal, sliding_window
 from tilegen.masks.usual import BLOCK_SPARSE, TREE, global_tokens, kv_prefix, tables
 from tilegen.masks.values import (
     Recipe,
-    Values,
+    Table,
     as_tensor,
     check_number,
     power_of_two_near,
@@ -26,7 +26,7 @@ def kv_lengths(lengths: Any) -> Mask:
     return kv_prefix(values(lengths, "b"))
 
 
-def streaming(sinks: int | Values, window: int | Values) -> Mask:
+def streaming(sinks: int | Table, window: int | Table) -> Mask:
     """Return `k <= q and (q - window <= k or k < sinks)`: StreamingLLM's sinks and window."""
     return causal() & (sliding_window(window, None) | kv_prefix(sinks))
 
@@ -73,7 +73,7 @@ def tree(of: Any, kv_lengths: Any = None) -> Mask:
             "a tree must be integers (tokens,) or (batch, tokens), or bools (tokens, tokens) or "
             f"(batch, tokens, tokens), got {of.dtype} {tuple(of.shape)}"
         )
-    table = Values(
+    table = Table(
         axes="b" if of.ndim == dims[1] else "",
         typical=power_of_two_near(of.shape[-1]),
         tensor=of if is_table else None,
@@ -83,7 +83,7 @@ def tree(of: Any, kv_lengths: Any = None) -> Mask:
     )
     if not is_table:
         table.on(of.device, (1, 1))  # which refuses what is no tree, where values are checked
-    lengths: list[Values] = []
+    lengths: list[Table] = []
     if kv_lengths is not None:
         tensor = as_tensor("kv_lengths", kv_lengths)
         check_kv_lengths(tensor)
@@ -107,7 +107,7 @@ def block_sparse(layout: Any, block: int) -> Mask:
             f"{layout.dtype} {tuple(layout.shape)}"
         )
     leading = range(layout.ndim - 2)  # without those dimensions that say nothing
-    kept = Values(
+    kept = Table(
         axes="".join("bh"[i - len(leading)] for i in leading if layout.shape[i] != 1),
         typical=typical_of(layout),
         tensor=layout.squeeze(tuple(leading)),
@@ -187,7 +187,5 @@ def _traced(fn: Callable[[Any, Any, Any, Any], Any], again: Callable[[Any], Mask
         how = ("function", None if text else fn, *how[2:])
         general = at_call(fn, trace)
         return noted(known_mask(trace) if general is trace else general_mask(general), how)
-    follows = followed(fn, trace, again)
-    if follows is not None:  # tensors that it looks up again are read by the function alone
-        return noted(known_mask(trace), ("function", fn, "", ()), follows)
-    return noted(known_mask(trace), how, followed_numbers(fn, trace, general_mask))
+    follows = followed(fn, trace, again) or followed_numbers(fn, trace, general_mask)
+    return noted(known_mask(trace), how, follows)

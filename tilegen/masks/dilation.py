@@ -15,7 +15,7 @@ from typing import Any
 from tilegen.masks.mask import Mask, full, intersect, sliding_window
 from tilegen.masks.score import ScoreForm
 from tilegen.masks.usual import DILATED, kv_prefix
-from tilegen.masks.values import Values, power_of_two_near
+from tilegen.masks.values import Table, power_of_two_near
 
 MAX_GROUPS = 2**20
 """Most groups of all batch entries together: groups are batch entries of the kernel."""
@@ -68,7 +68,7 @@ def _within_group(part: Mask, step: int) -> Mask | None:
     """Return a part of a mask at the distances within a group; None if it has no such."""
     if part.form is DILATED:
         return full()
-    if (window := part.window) is None or window.alignment != "top_left" or part.values:
+    if (window := part.window) is None or window.alignment != "top_left" or part.tables:
         return None
     if part.is_causal:
         return part
@@ -81,10 +81,10 @@ def _columns(seqlen_kv: int, step: int, groups: int, device: Any) -> Mask:
     """Return `k < columns of the group`."""
     each = [grouped_length(seqlen_kv - remainder, step) for remainder in range(step)]
     # All lengths of a bucket have one stand-in: groups as long as the bucket's.
-    values = Values(axes="b", typical=power_of_two_near(max(each)))
+    values = Table(axes="b", typical=power_of_two_near(max(each)))
     if device is not None:
         import torch
 
         lengths = torch.tensor(each * (groups // step), dtype=torch.int32, device=device)
-        values = Values(axes="b", typical=values.typical, tensor=lengths)
+        values = values.but(tensor=lengths)
     return kv_prefix(values)

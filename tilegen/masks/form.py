@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from tilegen.masks.values import Alignment, Pair, Values, shown
+from tilegen.masks.values import Alignment, Pair, Table, shown
 
 if TYPE_CHECKING:
     import torch
@@ -27,8 +27,8 @@ Condition = Any
 class Window(NamedTuple):
     """Bounds of the distance from the diagonal: `-left <= k - q <= right`; None is unbounded."""
 
-    left: int | Values | None
-    right: int | Values | None
+    left: int | Table | None
+    right: int | Table | None
     alignment: Alignment = "top_left"
 
 

@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.masks.form import CAUSAL, FULL, WINDOW, Condition, Form, Shape, Side, Window
 from tilegen.masks.made import follows_of, is_traced, noted
 from tilegen.masks.plain import plain_number
-from tilegen.masks.values import Alignment, Pair, Values, check_alignment, check_number, shown
+from tilegen.masks.tables import OfTables
+from tilegen.masks.values import Alignment, Pair, Table, check_alignment, check_number, shown
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,15 +31,13 @@ TYPICAL = 64
 
 
 @dataclass(frozen=True)
-class Mask:
+class Mask(OfTables):
     """Predicate over (batch, head, query row, key column), immutable; join by `&`, `|` and `~`."""
 
     form: Form
     """The kind of the mask, such as causal, a window, or the `&` of masks."""
     args: tuple[Any, ...] = ()
     """Numbers, texts, alignments, grids, tables and masks."""
-    follows: ClassVar[Any] = None
-    """The functions that the mask follows, or None: `follows.now(mask)` is the mask of a call."""
 
     @classmethod
     def of(cls, form: Form, *args: Any) -> Mask:
@@ -84,13 +83,13 @@ class Mask:
         """Compute a bool tensor, True for kept pairs, that broadcasts to index tensors q and k."""
         from tilegen.masks.pairs import kept  # loads torch
 
-        return kept(self.predicate(), self.values, Pair(b, h, q, k, seqlen_q, seqlen_kv))
+        return kept(self.predicate(), self.tables, Pair(b, h, q, k, seqlen_q, seqlen_kv))
 
     def predicate(self, side: Side = "rows") -> Any:
         """Return the condition of AT, with look-ups in t0, t1, ... in the order of `values`."""
         from tilegen.masks.pairs import AT, named  # loads torch
 
-        return named(self.values, self.keep(AT, side))
+        return named(self.tables, self.keep(AT, side))
 
     def with_parts(self, changed: Callable[[Mask], Mask]) -> Mask:
         """Return the mask that combines changed parts in the same way."""
@@ -132,25 +131,25 @@ class Mask:
         """Whether the tables or the form of the mask fix the lengths of the sequences."""
         return (
             self.form.is_tied
-            or any(not value.is_stand_in for value in self.values)
+            or any(not value.is_stand_in for value in self.tables)
             or any(part.is_tied for part in self.parts)
         )
 
     @cached_property
-    def values(self) -> tuple[Values, ...]:
+    def tables(self) -> tuple[Table, ...]:
         """The tensors that the predicate reads, in the order in which it names them."""
-        return tuple(value for value, _ in self.places_of_values)
+        return tuple([table for table, _ in self.places_of_tables])
 
     @cached_property
-    def places_of_values(self) -> tuple[tuple[Values, Mask | None], ...]:
+    def places_of_tables(self) -> tuple[tuple[Table, Mask | None], ...]:
         """The same tensors, each with the enclosing mask whose `shape_of_parts` gives the sizes of
         its axes; None for the shape of the call."""
-        return tuple(values_of(self))
+        return tuple(tables_of(self))
 
     @cached_property
     def is_stand_in(self) -> bool:
         """Whether a tensor is missing: such a mask can be modelled, but not computed."""
-        return any(value.is_stand_in for value in self.values)
+        return any(value.is_stand_in for value in self.tables)
 
     @cached_property
     def stand_in(self) -> Mask:
@@ -164,7 +163,7 @@ class Mask:
 
     def described(self, **changes: Any) -> Mask:
         """Return the mask with stand-ins in the place of its values."""
-        return with_values(self, lambda v: replace(v, tensor=None, recipe=None, part=0, **changes))
+        return self.with_tables(lambda t: replace(t, tensor=None, recipe=None, part=0, **changes))
 
     def show(
         self, seqlen_q: int, seqlen_kv: int | None = None, *, block_m: int = 16, block_n: int = 16
@@ -190,7 +189,18 @@ class Mask:
             return self
         inside, sizes = self.shape_of_parts(shape), shape.by_axis
         whole = self.with_parts(lambda part: part.realized(inside, device))
-        return with_values(whole, lambda one: one.realized(sizes, device))
+        return whole.with_tables(lambda table: table.realized(sizes, device))
+
+    def with_tables(self, changed: Callable[[Table], Table]) -> Mask:
+        if not list(tables_of(self)):
+            return self
+
+        def new(argument: Any) -> Any:
+            if isinstance(argument, Mask):
+                return argument.with_tables(changed)
+            return changed(argument) if isinstance(argument, Table) else argument
+
+        return Mask(self.form, tuple([new(argument) for argument in self.args]))
 
     def __and__(self, other: Mask) -> Mask:
         """Return the intersection of two masks."""
@@ -290,7 +300,7 @@ def causal(alignment: Alignment = "top_left") -> Mask:
 
 
 def sliding_window(
-    left: int | Values | None, right: int | Values | None = 0, alignment: Alignment = "top_left"
+    left: int | Table | None, right: int | Table | None = 0, alignment: Alignment = "top_left"
 ) -> Mask:
     """Return `q - left <= k <= q + right` (inclusive; -1 or None: unbounded), shifted by `seqlen_kv
     - seqlen_q` when bottom_right. Mistral's window of 4096 tokens, itself included, is
@@ -302,8 +312,8 @@ def sliding_window(
     return Mask.of(WINDOW, left, right, alignment)
 
 
-def _limit(side: str, value: int | Values | None) -> int | Values | None:
-    if value is None or isinstance(value, Values):
+def _limit(side: str, value: int | Table | None) -> int | Table | None:
+    if value is None or isinstance(value, Table):
         return value
     if plain_number(value) == -1:  # FlashAttention's spelling of "unbounded"
         return None
@@ -332,52 +342,23 @@ def _canonical(sign: str, join: Form, masks: tuple[Mask, ...]) -> Mask:
     # Names are read from expressions, which cached calls do not load.
     mask: Mask = import_module("tilegen.masks.naming").canonical(Mask.of(join, *masks))
     follows = follows_of(_JOINS[sign], masks)
-    return noted(mask, (sign, masks), follows) if mask.values or follows else mask
+    return noted(mask, (sign, masks), follows) if mask.tables or follows else mask
 
 
 _JOINS: dict[str, Callable[..., Mask]] = {"&": intersect, "|": unite, "~": Mask.inverted}
 
 
-def values_of(mask: Mask, within: Mask | None = None) -> Iterator[tuple[Values, Mask | None]]:
+def tables_of(mask: Mask, within: Mask | None = None) -> Iterator[tuple[Table, Mask | None]]:
     """Yield each table of a mask with the enclosing mask that gives the table its shape.
 
     `within` encloses the whole mask; None is the call itself.
     """
     inside = within if mask.form.shape_of_parts is None else mask
     for argument in mask.args:
-        if isinstance(argument, Values):
+        if isinstance(argument, Table):
             yield argument, within
         elif isinstance(argument, Mask):
-            yield from values_of(argument, inside)
-
-
-def with_values(mask: Mask, changed: Callable[[Values], Values]) -> Mask:
-    """Return a mask with each of its tables replaced by `changed(table)`."""
-    if not list(values_of(mask)):
-        return mask
-    args: list[Any] = []
-    for argument in mask.args:
-        if isinstance(argument, Values):
-            args.append(changed(argument))
-        elif isinstance(argument, Mask):
-            args.append(with_values(argument, changed))
-        else:
-            args.append(argument)
-    return Mask(mask.form, tuple(args))
-
-
-def with_tensors(mask: Mask, changed: Callable[[Any], Any]) -> Mask:
-    """Return a mask with each tensor that it reads replaced by `changed(tensor)`."""
-    recipes: dict[int, Any] = {}
-
-    def of_value(value: Values) -> Values:
-        if (recipe := value.recipe) is None:
-            return replace(value, tensor=changed(value.tensor))
-        if id(recipe) not in recipes:
-            recipes[id(recipe)] = replace(recipe, sources=tuple(map(changed, recipe.sources)))
-        return replace(value, recipe=recipes[id(recipe)])
-
-    return with_values(mask, of_value)
+            yield from tables_of(argument, inside)
 
 
 def _joined(sign: str, join: Callable[..., Mask], mask: Mask, other: Any) -> Any:

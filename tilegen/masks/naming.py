@@ -42,43 +42,39 @@ from tilegen.masks.language.expr import (
 from tilegen.masks.language.integers import combined, linear
 from tilegen.masks.language.rewriting import captured_slots, made, renamed
 from tilegen.masks.language.texts import to_text
-from tilegen.masks.mask import AND, NOT, OR, Mask, sliding_window, values_of, with_values
+from tilegen.masks.mask import AND, NOT, OR, Mask, sliding_window
 from tilegen.masks.usual import DILATED, GLOBAL, KEEP, KV_PREFIX, PREFIX_LM
-from tilegen.masks.values import MAX_WINDOW, Alignment, Pair, Values, shown
+from tilegen.masks.values import MAX_WINDOW, Alignment, Pair, Table, shown
 
 Join = Literal["and", "or"]
 _EXPRESSED = (FULL, CAUSAL, WINDOW, PREFIX_LM, GLOBAL, KV_PREFIX, DILATED, KEEP)
 """Forms of which their condition says everything."""
 MAX_PLANS = 4096
-UNJUDGED = -100
-"""The density of tables until it is judged."""
 
 
 def canonical(mask: Mask) -> Mask:
     """Return the one form of the masks that keep the same pairs, as far as algebra shows it."""
-    given = [value for value, _ in values_of(mask)]
-    facts = [replace(value, tensor=None, recipe=None, part=0) for value in given]
-    origins = [
-        i if value.is_stand_in else (value.origin, *map(id, value.sources), known)
-        for i, (value, known) in enumerate(zip(given, facts, strict=True))
-    ]
+    given = mask.tables
+    origins = [i if one.is_stand_in else (one.identity, one.facts) for i, one in enumerate(given)]
     places = [origins.index(origin) for origin in origins]
     # Placeholders know their place by `part`: equal structures share what was found for one.
-    ghosts = [replace(known, part=place) for known, place in zip(facts, places, strict=True)]
+    ghosts = [
+        one.but(tensor=None, recipe=None, part=at) for one, at in zip(given, places, strict=True)
+    ]
     left = iter([ghosts[place] for place in places])
-    structure = with_values(mask, lambda _: next(left))
+    structure = mask.with_tables(lambda _: next(left))
     plan = _plans.get((structure, tuple(places)), lambda: _Names().canonical(structure))
     if not given:
         return Mask(plan.form, plan.args)  # which keeps by itself how it was made
 
-    def filled(ghost: Values) -> Values:
+    def filled(ghost: Table) -> Table:
         own = given[ghost.part]
         if ghost == ghosts[ghost.part]:
             return own
-        return replace(ghost, tensor=own.tensor, recipe=own.recipe, part=own.part)
+        return ghost.but(tensor=own.tensor, recipe=own.recipe, part=own.part)
 
-    mask = with_values(plan, filled)
-    is_judged = all(value.typical >= 0 for value in plan.values)
+    mask = plan.with_tables(filled)
+    is_judged = all(value.typical >= 0 for value in plan.tables)
     return mask if is_judged else _with_percents(mask)
 
 
@@ -88,13 +84,13 @@ _plans: BoundedCache[Any, Mask] = BoundedCache(MAX_PLANS)
 def _with_percents(mask: Mask) -> Mask:
     """Judge the density of expressions that were joined, whose tables have a negative number: the
     smallest percentage of the parts, which stands for it where tensors are missing."""
-    if mask.form is not KEEP or not mask.values or mask.values[0].typical > 0:
+    if mask.form is not KEEP or not mask.tables or mask.tables[0].typical > 0:
         return mask.with_parts(_with_percents)
     from tilegen.masks.tiles.tile_lists import percent_live  # loads torch
 
     real = not mask.is_stand_in
-    percent = percent_live(mask) if real else -mask.values[0].typical
-    return with_values(mask, lambda value: replace(value, typical=percent))
+    percent = percent_live(mask) if real else -mask.tables[0].typical
+    return mask.with_tables(lambda table: table.but(typical=percent))
 
 
 class _Names:
@@ -102,7 +98,7 @@ class _Names:
 
     def __init__(self) -> None:
         self.atoms: dict[Expr, Mask] = {}
-        self.tables: dict[int, Values] = {}
+        self.tables: dict[int, Table] = {}
         self.percents: dict[Expr, int] = {}
         self.known: dict[Expr, Mask | None] = {}
 
@@ -117,14 +113,14 @@ class _Names:
         if mask.form is NOT:
             return opposite(self.expression(mask.args[0]))
         if mask.form not in _EXPRESSED:
-            places = [value.part for value in mask.values]
+            places = [value.part for value in mask.tables]
             atom = Expr("symbol", "bool", (), f"{mask.notation}#{places}")
             self.atoms[atom] = mask
             return atom
-        self.tables.update((value.slot, value) for value in mask.values)
+        self.tables.update((value.slot, value) for value in mask.tables)
         keep = as_expr(mask.keep(Pair(*PAIR)))
-        if mask.form is KEEP and mask.values:
-            self.percents[simplified(keep)] = mask.values[0].typical
+        if mask.form is KEEP and mask.tables:
+            self.percents[simplified(keep)] = mask.tables[0].typical
         return keep
 
     def mask(self, keep: Expr) -> Mask:
@@ -162,7 +158,7 @@ class _Names:
         """
         masks: list[Mask] = []
         rest: list[Expr] = []
-        sides: dict[tuple[Alignment, str], list[int | Values]] = {}
+        sides: dict[tuple[Alignment, str], list[int | Table]] = {}
         for part in self._without_prefixes(list(parts), join, masks):
             if ends := self.window(part if join == "and" else opposite(part)):
                 for side, limit in ends:
@@ -216,7 +212,7 @@ class _Names:
         number = self.prefix(part, K)
         return None if number is None else Mask.of(KV_PREFIX, number)
 
-    def window(self, part: Expr) -> list[tuple[tuple[Alignment, str], int | Values]]:
+    def window(self, part: Expr) -> list[tuple[tuple[Alignment, str], int | Table]]:
         """Return the bounds of the distance from a diagonal that a comparison states."""
         if part.op not in ("le", "lt") or not part.args[0].is_int or not part.has(Q):
             return []
@@ -235,14 +231,14 @@ class _Names:
                 return [((alignment, side), limit)]  # type: ignore
         return []
 
-    def prefix(self, part: Expr, index: Expr) -> int | Values | None:
+    def prefix(self, part: Expr, index: Expr) -> int | Table | None:
         """Return n of `index < n`, None for any other condition."""
         if part.op not in ("le", "lt") or not part.args[0].is_int:
             return None
         low, high = part.args
         return self.number(high - low + index + int(part.op == "le"))
 
-    def number(self, limit: Expr) -> int | Values | None:
+    def number(self, limit: Expr) -> int | Table | None:
         """Return a number of a mask: an integer, or a table that is read at the pair."""
         if limit.is_const:
             return limit.value if 0 <= limit.value <= MAX_WINDOW else None

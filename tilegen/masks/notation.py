@@ -23,7 +23,7 @@ from tilegen.masks.usual import (
     neighborhood,
     prefix_lm,
 )
-from tilegen.masks.values import AXES, Alignment, Kind, Pattern, Values, check_number
+from tilegen.masks.values import AXES, Alignment, Kind, Pattern, Table, check_number
 from tilegen.parsing import parse_expression
 
 MAX_TREE = 2**14
@@ -102,7 +102,7 @@ def older_notations(mask: Mask) -> tuple[str, ...]:
     """Return notations under which earlier tilegens stored records of the mask: parts that end at
     the diagonal were joined, or came from functions."""
     parts = mask.conjuncts
-    at = next((i for i, part in enumerate(parts) if part.window and not part.values), None)
+    at = next((i for i, part in enumerate(parts) if part.window and not part.tables), None)
     if at is None:
         return ()
     left, right, alignment = parts[at].window or (None, None, "")
@@ -183,15 +183,15 @@ def _stand_in(
     kind: Kind = "int",
     block: int = 1,
     axes: tuple[str, ...] = AXES,
-) -> Values:
+) -> Table:
     match = re.fullmatch(r"@([bhqk]*):(\d{1,9})", str(value))
     if not match or match[1] not in axes:
         example = "@h:128" if axes is AXES else f"@{axes[0]}:64"
         raise InvalidProblem(f"expected values such as {example}, got {str(value)[:200]!r}")
-    return Values(axes=match[1], typical=int(match[2]), pattern=pattern, kind=kind, block=block)
+    return Table(axes=match[1], typical=int(match[2]), pattern=pattern, kind=kind, block=block)
 
 
-def _number(value: Any) -> int | Values:
+def _number(value: Any) -> int | Table:
     return _stand_in(value) if isinstance(value, str) else value
 
 
@@ -240,7 +240,7 @@ def _keep(text: str, *tables: Any) -> Mask:
     from tilegen.masks.naming import canonical
     from tilegen.masks.usual import KEEP, text_of
 
-    captured: list[Values] = []
+    captured: list[Table] = []
     for table in tables:
         match = re.fullmatch(rf"(@:\d{{1,9}})({'|'.join(get_args(Kind))})", str(table))
         if not match:

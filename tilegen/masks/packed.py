@@ -23,7 +23,7 @@ from tilegen.masks.values import (
     Lengths,
     Pair,
     Recipe,
-    Values,
+    Table,
     as_tensor,
     is_checked,
     power_of_two_near,
@@ -69,7 +69,7 @@ def _packed(cu_q: torch.Tensor, cu_kv: torch.Tensor, mask: Mask, tokens: int | N
     typical = power_of_two_near(typical)
     windows = [part.window for part in mask.conjuncts]
     known = [window for window in windows if window is not None]
-    if len(known) < len(windows) or mask.values:
+    if len(known) < len(windows) or mask.tables:
         recipe = Recipe(places, (cu_q, cu_kv), check=check_cu_seqlens)
         return within(_same(recipe, typical), mask)
     if cu_q is cu_kv:  # positions in the sequence differ as those in a document do
@@ -148,13 +148,13 @@ def check_cu_seqlens(cu_q: torch.Tensor, cu_kv: torch.Tensor, lengths: Lengths, 
 def _keep_within(
     at: Pair,
     side: Side,
-    ids_q: Values,
-    ids_kv: Values,
+    ids_q: Table,
+    ids_kv: Table,
     mask: Mask,
-    start_q: Values,
-    start_kv: Values,
-    length_q: Values,
-    length_kv: Values,
+    start_q: Table,
+    start_kv: Table,
+    length_q: Table,
+    length_kv: Table,
 ) -> Condition:
     inside = Pair(
         b=ids_q.at(at),
@@ -173,7 +173,7 @@ def _shape_within(shape: Shape, *args: Any) -> Shape:
     The lengths are 1 if looking at cu_seqlens would wait for a device, and those of all tokens for
     a stand-in.
     """
-    start_q: Values = args[3]
+    start_q: Table = args[3]
     recipe = start_q.recipe
     if recipe is None:
         documents = -(-shape.seqlen_q // max(1, start_q.typical))
@@ -187,7 +187,7 @@ def _check_longest(seqlen_q: int, seqlen_kv: int, *args: Any) -> None:
         args[2].check_lengths(*longest)
 
 
-def _longest(start_q: Values) -> Lengths | None:
+def _longest(start_q: Table) -> Lengths | None:
     """Return the rows and the columns of the longest document; None if reading them would wait
     for a device."""
     sources = start_q.recipe.sources if start_q.recipe else ()
@@ -220,13 +220,13 @@ def within(same: Mask, mask: Mask) -> Mask:
 
 def _same(recipe: Recipe, typical: int, axes: str = "") -> Mask:
     """Return the mask of a recipe for the ids of rows and of columns."""
-    q = Values(axes=f"{axes}q", typical=typical, pattern="ids", recipe=recipe)
+    q = Table(axes=f"{axes}q", typical=typical, pattern="ids", recipe=recipe)
     return Mask.of(SAME_ID, q, q.beside(1, "ids", f"{axes}k"))
 
 
 def _both_ways(recipe: Recipe, typical: int, axes: str = "") -> Mask:
     """Return the mask of a recipe for `first[q] <= k < end[q]` and the same by column."""
-    return intervals(Values(axes=f"{axes}q", typical=typical, recipe=recipe))
+    return intervals(Table(axes=f"{axes}q", typical=typical, recipe=recipe))
 
 
 # --------------------------------------------------------------------------------------------------

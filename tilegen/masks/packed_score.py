@@ -15,7 +15,7 @@ from tilegen.masks.language.rewriting import free_parts, replaced
 from tilegen.masks.language.texts import from_text
 from tilegen.masks.score import Score
 from tilegen.masks.tensors import DOCUMENT_AXES, check_axes
-from tilegen.masks.values import Lengths, is_checked
+from tilegen.masks.values import Lengths, is_checked, table_of
 
 
 def within_documents(
@@ -29,10 +29,9 @@ def within_documents(
     _check_sizes(score, cu_seqlens_q, cu_seqlens_kv)
     document, _, *others = packed.places(cu_seqlens_q.detach(), cu_seqlens_kv.detach(), lengths)
     names = ("b", "q", "k", "seqlen_q", "seqlen_kv")
-    tables: dict[str, torch.Tensor] = dict(zip(names, (document, *others), strict=True))
-    captured = (*score.captured, *(tables[name] for name in wanted))
-    sizes = tuple((slot, axes.translate(_ANY_SIZE)) for slot, axes in score.sizes)
-    return replace(score, text=text, captured=captured, sizes=sizes)
+    places: dict[str, torch.Tensor] = dict(zip(names, (document, *others), strict=True))
+    own = (one.but(axes=one.axes and one.axes.translate(_ANY_SIZE)) for one in score.tables)
+    return replace(score, text=text, tables=(*own, *(table_of(places[name]) for name in wanted)))
 
 
 def _check_sizes(score: Score, cu_q: torch.Tensor, cu_kv: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ from tilegen.masks.language.algebra import as_expr
 from tilegen.masks.language.evaluation import evaluate
 from tilegen.masks.language.expr import PAIR, Expr
 from tilegen.masks.language.rewriting import renamed
-from tilegen.masks.values import Made, Pair, Values
+from tilegen.masks.values import Made, Pair, Table
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,13 +23,13 @@ AT = Pair(*PAIR)
 """The pair of compiled predicates."""
 
 
-def named(values: Sequence[Values], condition: Any) -> Expr:
+def named(values: Sequence[Table], condition: Any) -> Expr:
     """Replace look-ups of values by t0, t1, ..., in the order of the values."""
     slots = {value.slot: (place, value.elements_kind) for place, value in enumerate(values)}
     return renamed(as_expr(condition), slots)
 
 
-def kept(keep: Expr, values: Sequence[Values], at: Pair) -> torch.Tensor:
+def kept(keep: Expr, values: Sequence[Table], at: Pair) -> torch.Tensor:
     """Compute where a predicate over named values holds, for tensors of indices `at` and the
     lengths of a call."""
     made: Made = {}

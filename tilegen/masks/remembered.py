@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from functools import wraps
-from threading import RLock
 from typing import Any, Concatenate, ParamSpec, TypeVar
 from weakref import ref
 
-from cachetools import LRUCache
-
-from tilegen.masks.mask import Mask, values_of
-from tilegen.masks.values import Values
+from tilegen.bounded_cache import BoundedCache
+from tilegen.masks.mask import Mask
+from tilegen.masks.values import Table
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -28,26 +26,18 @@ def by_mask(
     def decorate(
         compute: Callable[Concatenate[Mask, P], T],
     ) -> Callable[Concatenate[Mask, P], T]:
-        known: LRUCache[Hashable, tuple[T, list[ref[Values]]]] = LRUCache(size)
-        # Reentrant: values may die, and their results with them, while this thread holds the lock.
-        lock = RLock()
+        known: BoundedCache[Hashable, tuple[T, list[ref[Table]]]] = BoundedCache(size)
 
         @wraps(compute)
         def found(mask: Mask, *args: P.args, **kwargs: P.kwargs) -> T:
             key = (_key(mask), args, tuple(kwargs.items()))
-            with lock:
-                if (entry := known.get(key)) is not None:
-                    return entry[0]
-            made = compute(mask, *args, **kwargs)
 
-            def forget(_: ref[Values]) -> None:
-                with lock:
-                    known.pop(key, None)
+            def make() -> tuple[T, list[ref[Table]]]:
+                real = [table for table in mask.tables if not table.is_stand_in]
+                made = compute(mask, *args, **kwargs)
+                return made, [ref(table, lambda _: known.drop(key)) for table in real]
 
-            real = [one for one, _ in values_of(mask) if not one.is_stand_in]
-            with lock:
-                known[key] = made, [ref(one, forget) for one in real]
-            return made
+            return known.get(key, make)[0]
 
         return found
 
@@ -56,7 +46,7 @@ def by_mask(
 
 def _key(item: Any) -> Hashable:
     """Return a key of a mask, with numbers in the place of its tensors."""
-    if isinstance(item, Values):
+    if isinstance(item, Table):
         return item if item.is_stand_in else id(item)
     if isinstance(item, Mask):
         return (item.form, *map(_key, item.args))

@@ -9,19 +9,19 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import reduce
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.masks.language.elements import ELEMENTS, kind_of
-from tilegen.masks.made import Chain, follows_of, is_traced, made_once, noted
+from tilegen.masks.made import Chain, follows_of, is_traced, noted
 from tilegen.masks.plain import check_plain
+from tilegen.masks.tables import OfTables
+from tilegen.masks.values import Table, table_of
 
 if TYPE_CHECKING:
     import torch
 
     from tilegen.masks.language.expr import Expr
-    from tilegen.masks.tracing.derived import Derived
     from tilegen.masks.tracing.trace import Traced
 
 
@@ -101,31 +101,21 @@ def parse_score(notation: str) -> ScoreForm:
 
 
 @dataclass(frozen=True, eq=False)
-class Score:
+class Score(OfTables):
     """A score change; `a.then(b)` applies b to the result of a. Scores are equal if their texts
     are equal and their tensors are the same objects."""
 
     text: str = "s"
     """The change in canonical spelling; `s` is the scaled score, unchanged."""
-    captured: tuple[torch.Tensor, ...] = field(default=(), repr=False)
-    """The tensors t0, t1, ... of the text."""
-    sink_logits: torch.Tensor | None = field(default=None, repr=False)
+    tables: tuple[Table, ...] = field(default=(), repr=False)
+    sinks: Table | None = field(default=None, repr=False)
     """(heads,): one more logit per head in the softmax's denominator, as it is: neither scaled nor
     changed by the text."""
-    sizes: tuple[tuple[int, str], ...] = ()
-    """(slot, axes) of captured tensors whose sizes must be those of a call: a letter of b, h, q and
-    k for each dimension, or `.` where any size will do. Others read 0 beyond their end."""
-    derived: tuple[Derived, ...] = field(default=(), repr=False)
-    """The steps by which functions made captured tensors of others."""
-    unused: tuple[torch.Tensor, ...] = field(default=(), repr=False)
-    """Tensors that a function reads, and on which the result does not depend: their gradient is
-    0."""
-    follows: ClassVar[Any] = None
-    """The functions that the score follows, or None: `follows.now(score)` is the score of a
-    call."""
+    unused: tuple[Table, ...] = field(default=(), repr=False)
 
     def _identity(self) -> tuple[object, ...]:
-        return (self.text, *map(id, (*self.captured, self.sink_logits, *self.unused)))
+        tables = (*self.tables, *self.unused)
+        return self.text, self.sinks and self.sinks.identity, *(one.identity for one in tables)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Score):
@@ -136,7 +126,12 @@ class Score:
         return hash(self._identity())
 
     def __str__(self) -> str:
-        return self.text if self.sink_logits is None else f"{self.text} with sinks"
+        return self.text if self.sinks is None else f"{self.text} with sinks"
+
+    @property
+    def sink_logits(self) -> torch.Tensor | None:
+        """The tensor of the sinks."""
+        return self.sinks and self.sinks.tensor
 
     @property
     def form(self) -> ScoreForm:
@@ -145,7 +140,7 @@ class Score:
             str(one.dtype).removeprefix("torch.") + ("+" if one.requires_grad else "")
             for one in self.captured
         )
-        return ScoreForm(self.text, tuple(names), self.sink_logits is not None)
+        return ScoreForm(self.text, tuple(names), self.sinks is not None)
 
     def expression(self) -> Expr:
         """Return the text as an expression."""
@@ -154,13 +149,11 @@ class Score:
     def anew(self) -> Score:
         """Compute again the tensors that the score's function derives from other tensors, so
         that in-place changes are seen and gradients reach the other tensors."""
-        if not self.derived:
-            return self
-        captured, unused = (
-            tuple(reduce(lambda one, how: how.anew(one), self.derived, one) for one in tensors)
-            for tensors in (self.captured, self.unused)
-        )
-        return replace(self, captured=captured, unused=unused, derived=())
+        return self.with_tables(Table.anew) if self.makes_tensors else self
+
+    def with_tables(self, changed: Callable[[Table], Table]) -> Score:
+        score = super().with_tables(changed)
+        return score if self.sinks is None else replace(score, sinks=changed(self.sinks))
 
     def then(self, other: Score) -> Score:
         """Return the score that applies `other` to this one's result; sinks stay as they are."""
@@ -175,27 +168,13 @@ class Score:
         from tilegen.masks.language.expr import S
         from tilegen.masks.language.rewriting import merge, replaced, without
 
-        if self.sink_logits is not None and other.sink_logits is not None:
+        if self.sinks is not None and other.sinks is not None:
             raise InvalidProblem("expected at most one score with sinks, got two")
-        parts: list[Any] = [
-            (self.expression(), self.captured),
-            (other.expression(), other.captured),
-        ]
-        (first, second), captured = merge(parts)
-        composed = replaced(second, {S: real(first)})
-        sinks = self.sink_logits if other.sink_logits is None else other.sink_logits
-        (composed,), captured = merge([(composed, captured)])
-        slots = {id(one): slot for slot, one in enumerate(captured)}
-        sizes = {
-            (slots[id(part.captured[slot])], axes)
-            for part in (self, other)
-            for slot, axes in part.sizes
-            if id(part.captured[slot]) in slots
-        }
-        derived = (*self.derived, *other.derived)
-        read = (*self.captured, *other.captured, *self.unused, *other.unused)
-        unused = without(read, captured)
-        return Score(text_of(composed), captured, sinks, tuple(sorted(sizes)), derived, unused)
+        parts = [(part.expression(), part.tables) for part in (self, other)]
+        (first, second), tables = merge(parts)
+        (composed,), tables = merge([(replaced(second, {S: real(first)}), tables)])
+        read = (*self.tables, *other.tables, *self.unused, *other.unused)
+        return Score(text_of(composed), tables, self.sinks or other.sinks, without(read, tables))
 
 
 def softcap(cap: float) -> Score:
@@ -214,13 +193,13 @@ def softcap(cap: float) -> Score:
 def alibi(slopes: torch.Tensor) -> Score:
     """Return `s + slopes[h] * (k - q)`; slopes (heads,) are positive: the past is punished."""
     _check("slopes", slopes, (1,))
-    return Score("(k-q)*t0[h]+s", (slopes,), sizes=((0, "h"),))
+    return Score("(k-q)*t0[h]+s", (table_of(slopes, "h"),))
 
 
 def temperature(values: torch.Tensor) -> Score:
     """Return `s / values[h]`; values (heads,)."""
     _check("temperature", values, (1,))
-    return Score("s/t0[h]", (values,), sizes=((0, "h"),))
+    return Score("s/t0[h]", (table_of(values, "h"),))
 
 
 def relative_bias(table: torch.Tensor) -> Score:
@@ -238,8 +217,8 @@ def relative_bias(table: torch.Tensor) -> Score:
     reach = table.shape[-1] // 2
     column = f"min({reach},max(-{reach},k-q))+{reach}" if reach else "0"
     if table.ndim == 1:
-        return Score(f"s+t0[{column}]", (table,))
-    return Score(f"s+t0[h,{column}]", (table,), sizes=((0, "h."),))
+        return Score(f"s+t0[{column}]", (table_of(table),))
+    return Score(f"s+t0[h,{column}]", (table_of(table, "h"),))
 
 
 def bias(values: torch.Tensor) -> Score:
@@ -249,16 +228,11 @@ def bias(values: torch.Tensor) -> Score:
     missing, and dimensions of size 1 count for all.
     """
     _check("bias", values, (1, 2, 3, 4))
-    text, sizes = _of_bias(tuple(size == 1 for size in values.shape))
-    return Score(text, (values,), sizes=sizes)
-
-
-@made_once
-def _of_bias(is_one: tuple[bool, ...]) -> tuple[str, tuple[tuple[int, str], ...]]:
-    """Return the text and the sizes of a bias, by which of its dimensions have size 1."""
-    names = "bhqk"[4 - len(is_one) :]
-    index = ["0" if one else name for name, one in zip(names, is_one, strict=True)]
-    return f"s+t0[{','.join(index)}]", ((0, "".join(index).replace("0", ".")),)
+    names = "bhqk"[4 - values.ndim :]
+    axes = "".join(
+        ["." if size == 1 else name for name, size in zip(names, values.shape, strict=True)]
+    )
+    return Score(f"s+t0[{','.join(axes.replace('.', '0'))}]", (table_of(values, axes),))
 
 
 def sinks(logits: torch.Tensor) -> Score:
@@ -268,7 +242,7 @@ def sinks(logits: torch.Tensor) -> Score:
     As in GPT-OSS: each head can attend to nothing. lse includes the sink.
     """
     _check("sinks", logits, (1,))
-    return Score(sink_logits=logits)
+    return Score(sinks=table_of(logits, "h"))
 
 
 def score(function: Callable[..., Any]) -> Score:
@@ -297,9 +271,7 @@ def traced(function: Callable[..., Any]) -> Score:
 def _of_trace(traced_score: Traced) -> Score:
     from tilegen.masks.language.derivatives import text_of
 
-    text = text_of(traced_score.expr)
-    derived = (traced_score.derived,) if traced_score.makes_tensors else ()
-    return Score(text, traced_score.captured, derived=derived, unused=traced_score.unused)
+    return Score(text_of(traced_score.expr), traced_score.tables, unused=traced_score.unused)
 
 
 def _check(name: str, tensor: torch.Tensor, dimensions: tuple[int, ...]) -> None:

@@ -157,11 +157,11 @@ def _end_of(condition: Expr) -> Expr | None:
 def _loads(mask: Mask) -> Loads:
     """Return the loads of a mask. Sizes along the axes of values are checked before a launch; rows
     and columns beyond the end of the sequence are beyond that of values too."""
-    sized = [(slot, value.axes) for slot, value in enumerate(mask.values) if value.axes]
+    sized = [(slot, value.axes) for slot, value in enumerate(mask.tables) if value.axes]
     inside = {"b": ("batch",), "h": ("head",)}
     inside |= {axis: (f"{axis}_first", f"{axis}_last") for axis in "qk"}
     return Loads(
-        [value.elements for value in mask.values],
+        [value.elements for value in mask.tables],
         letter="t",
         inside=[(slot, name) for slot, axes in sized for axis in axes for name in inside[axis]],
         limits={slot: (-LIMIT, LIMIT) for slot, _ in sized},
@@ -193,7 +193,7 @@ def extras(mask: Mask, side: Side) -> tuple[Line, ...]:
     """Return the tensors and sizes that the kernels of a side read for a mask."""
     ranges = visit(mask, side).sets
     expressions = [mask.predicate(side), *(ranges.bounds if ranges else ())]
-    elements = [value.elements for value in mask.values]
+    elements = [value.elements for value in mask.tables]
     arguments = reading(expressions, "t", elements, "what the mask reads, with its sizes")
     return arguments if ranges else (*arguments, LISTS)
 

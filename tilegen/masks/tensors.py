@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,11 +15,7 @@ from tilegen.masks.language.expr import PAIR, B, Expr, H, captured_slots, slot_o
 from tilegen.masks.language.value_bounds import ANYTHING, MAX_LENGTH, Bounds, Sizes
 from tilegen.masks.mask import Mask
 from tilegen.masks.score import Score, ScoreForm
-from tilegen.masks.values import Made, has_values
-
-if TYPE_CHECKING:
-    from tilegen.masks.form import Shape
-    from tilegen.masks.score import ScoreForm
+from tilegen.masks.values import Made, has_values, table_of
 
 
 def tensors_of(mask: Mask, shape: Shape, device: torch.device) -> tuple[torch.Tensor, ...]:
@@ -29,7 +25,7 @@ def tensors_of(mask: Mask, shape: Shape, device: torch.device) -> tuple[torch.Te
         raise InvalidProblem(f"expected a mask with its tensors, got {mask}")
     made: Made = {}
     tables: list[torch.Tensor] = []
-    for value, within in mask.places_of_values:
+    for value, within in mask.places_of_tables:
         axes = value.axes or ""
         table = value.on(device, (shape.seqlen_q, shape.seqlen_kv), made)
         needed, names = shape.by_axis, _AXIS_NAMES
@@ -88,15 +84,15 @@ def check_sizes(score: Score, shape: Shape) -> None:
         size = score.captured[slot].shape[axis]
         if size < needed[name]:
             raise _wrong_size(_READ, needed[name], _AXIS_NAMES[name], size)
-    if score.sink_logits is not None and len(score.sink_logits) != shape.heads:
-        raise _wrong_size("sinks", shape.heads, _AXIS_NAMES["h"], len(score.sink_logits))
+    if score.sinks is not None:
+        _check_axes("sinks", "h", score.sinks.tensor, needed, _AXIS_NAMES)
 
 
 def check_axes(score: Score, needed: Mapping[str, int], names: Mapping[str, str]) -> None:
     """Raise InvalidProblem where a tensor that a score reads has another size along an axis than is
     `needed`; errors call the axes by their `names`."""
-    for slot, axes in score.sizes:
-        _check_axes(_READ, axes, score.captured[slot], needed, names)
+    for table in score.tables:
+        _check_axes(_READ, table.axes or "", table.tensor, needed, names)
 
 
 def _check_axes(
@@ -188,9 +184,9 @@ def typical_score(
         values = values.abs() + LEAST if low > 0 else values
         return values.requires_grad_(slot in form.trained)
 
-    captured = tuple(map(tensor, range(len(form.captured))))
+    tables = tuple([table_of(tensor(slot)) for slot in range(len(form.captured))])
     sinks = torch.randn(shape.heads, generator=generator, device=device)
-    return Score(form.text, captured, sinks.requires_grad_() if form.sinks else None)
+    return Score(form.text, tables, table_of(sinks.requires_grad_()) if form.sinks else None)
 
 
 def _extents(form: ScoreForm, shape: Shape) -> tuple[dict[int, tuple[int, ...]], dict[int, Bounds]]:

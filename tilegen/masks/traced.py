@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from tilegen.bounded_cache import BoundedCache
 from tilegen.masks.comparison import comparison_of
 from tilegen.masks.form import Side
-from tilegen.masks.kinds import kind_of_mask
+from tilegen.masks.kinds import filled
 from tilegen.masks.language.algebra import both, conjuncts
 from tilegen.masks.language.expr import B, Expr, K, Q, slot_of
 from tilegen.masks.language.integers import combined, linear
-from tilegen.masks.language.rewriting import kind_of_tensor, made, merge, replaced
+from tilegen.masks.language.rewriting import made, merge, replaced
 from tilegen.masks.language.texts import to_text
-from tilegen.masks.mask import AND, Mask, with_tensors
-from tilegen.masks.naming import UNJUDGED, canonical, simplified
+from tilegen.masks.mask import AND, Mask
+from tilegen.masks.naming import canonical, simplified
 from tilegen.masks.packed import of_ids
 from tilegen.masks.snapshots import TensorCache
 from tilegen.masks.tiles.spans import visit
-from tilegen.masks.tracing.derived import Derived
 from tilegen.masks.tracing.trace import Traced
 from tilegen.masks.usual import KEEP, predicate_of
-from tilegen.masks.values import Values, table
+from tilegen.masks.values import table_of
 
 MAX_KNOWN = 512
 """Masks of functions that are kept."""
@@ -32,8 +30,9 @@ MAX_KNOWN = 512
 
 def mask_of_text(text: str, captured: tuple[torch.Tensor, ...]) -> Mask:
     """Return the mask of a predicate's text over tensors, right for any elements they may have."""
-    expr = predicate_of(text, tuple(map(kind_of_tensor, captured)))
-    return mask_of_trace(Traced(expr, captured, (), Derived()), looks_at_tables=False)
+    tables = tuple(map(table_of, captured))
+    expr = predicate_of(text, tuple([one.kind for one in tables]))
+    return mask_of_trace(Traced(expr, tables), looks_at_tables=False)
 
 
 def known_mask(traced: Traced) -> Mask:
@@ -41,7 +40,7 @@ def known_mask(traced: Traced) -> Mask:
     if traced.makes_tensors:
         return mask_of_trace(traced)
     # Aliases: the cache must not keep the tensors alive.
-    aliases = replace(traced, captured=tuple(one.detach() for one in traced.captured))
+    aliases = traced.with_tensors(torch.Tensor.detach)
     known = _known.get(traced.expr, traced.captured, lambda: mask_of_trace(aliases))
     mask = Mask(known.form, known.args)  # which keeps how it was made by itself
     vars(mask).update(vars(known))
@@ -54,20 +53,8 @@ _known: TensorCache[Mask] = TensorCache(MAX_KNOWN, elements=False)
 def general_mask(traced: Traced) -> Mask:
     """Return the mask of a traced predicate with other tensors than before, solved once for the
     same expression."""
-    places = {id(one): place for place, one in enumerate(traced.captured)}
-    key = (traced.expr, *((one.dtype, one.ndim, one.device) for one in traced.captured))
-    kept = _general.get(
-        key,
-        lambda: with_tensors(
-            mask_of_trace(traced, looks_at_tables=False), lambda one: places[id(one)]
-        ),
-    )
-    mask = with_tensors(kept, lambda place: traced.captured[place])
-    vars(mask)["_kind"] = kind_of_mask(kept)
-    return mask
-
-
-_general: BoundedCache[Any, Mask] = BoundedCache(MAX_KNOWN)
+    make = partial(mask_of_trace, traced, looks_at_tables=False)
+    return filled(traced.expr, traced.captured, make)
 
 
 def mask_of_trace(traced: Traced, *, looks_at_tables: bool = True) -> Mask:
@@ -87,11 +74,9 @@ def mask_of_trace(traced: Traced, *, looks_at_tables: bool = True) -> Mask:
 def _joined(parts: list[Any], traced: Traced) -> Mask:
     """Return the `&` of masks and conditions."""
     known = [part for part in parts if isinstance(part, Mask)]
-    (rest,), captured = merge(
-        [(both(*(p for p in parts if not isinstance(p, Mask))), traced.captured)]
-    )
-    values = tuple(_table(tensor, traced.derived) for tensor in captured)
-    return canonical(Mask.of(AND, Mask.of(KEEP, to_text(rest), *values), *known))
+    rest = both(*(part for part in parts if not isinstance(part, Mask)))
+    (rest,), tables = merge([(rest, traced.tables)])
+    return canonical(Mask.of(AND, Mask.of(KEEP, to_text(rest), *tables), *known))
 
 
 def _compared(parts: list[Any], traced: Traced) -> Mask | None:
@@ -156,16 +141,8 @@ def _same_document(part: Expr, traced: Traced) -> Mask | None:
     (*at, first), (*same, second) = (side.args or (None,) for side in part.args)
     if slot_of(left) != slot_of(right) or at != same or {first, second} != {Q, K}:
         return None
-    ids = traced.captured[slot_of(left)]
-    is_made = traced.derived.made(ids)
-    if at not in ([], [B]) or ids.dtype.is_floating_point or is_made:
+    ids = traced.tables[slot_of(left)]
+    is_made = ids.recipe is not None
+    if at not in ([], [B]) or is_made or ids.tensor.dtype.is_floating_point:
         return None
-    return of_ids(ids, are_whole=False)
-
-
-def _table(tensor: Any, derived: Derived) -> Values:
-    """Return the values of a tensor that is looked up, of a density that is not judged yet: a
-    recipe if the function made the tensor."""
-    looked_up = table(tensor, UNJUDGED)
-    recipe = derived.recipe(tensor, getattr(torch, looked_up.elements))
-    return looked_up if recipe is None else replace(looked_up, tensor=None, recipe=recipe)
+    return of_ids(ids.tensor, are_whole=False)

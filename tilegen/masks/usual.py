@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.masks.form import Condition, Form, Side
 from tilegen.masks.mask import NOT, Mask, causal, full
-from tilegen.masks.values import Lengths, Pair, Pattern, Values, as_tensor, check_number, is_checked
+from tilegen.masks.values import Lengths, Pair, Pattern, Table, as_tensor, check_number, is_checked
 
 if TYPE_CHECKING:
     import torch
@@ -47,20 +47,20 @@ KV_PREFIX = Form(
 DILATED = Form("dilated", lambda at, side, step: equal((at.q - at.k) % step, 0))
 
 
-def prefix_lm(prefix: int | Values) -> Mask:
+def prefix_lm(prefix: int | Table) -> Mask:
     """Return `k <= q or k < prefix`: bidirectional in the prefix, causal behind it."""
     prefix = _number("prefix_lm", prefix)
     return causal() if prefix == 0 else Mask.of(PREFIX_LM, prefix)
 
 
-def global_tokens(tokens: int | Values) -> Mask:
+def global_tokens(tokens: int | Table) -> Mask:
     """Return `q < tokens or k < tokens`: the first tokens see everything and are seen by all. Join
     with a window by `|`, as Longformer does."""
     tokens = _number("global", tokens)
     return Mask.of(NOT, full()) if tokens == 0 else Mask.of(GLOBAL, tokens)
 
 
-def kv_prefix(columns: int | Values) -> Mask:
+def kv_prefix(columns: int | Table) -> Mask:
     """Return `k < columns`: only the first columns, by batch for padded batches."""
     columns = _number("kv_prefix", columns)
     return Mask.of(NOT, full()) if columns == 0 else Mask.of(KV_PREFIX, columns)
@@ -77,8 +77,8 @@ def dilated(step: int) -> Mask:
     return full() if step == 1 else Mask.of(DILATED, step)
 
 
-def _number(name: str, number: int | Values) -> int | Values:
-    return number if isinstance(number, Values) else check_number(f"N of {name}(N)", number)
+def _number(name: str, number: int | Table) -> int | Table:
+    return number if isinstance(number, Table) else check_number(f"N of {name}(N)", number)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ def _number(name: str, number: int | Values) -> int | Values:
 
 
 def _documents_keep(
-    at: Pair, side: Side, first: Values, end: Values, first_row: Values, end_row: Values
+    at: Pair, side: Side, first: Table, end: Table, first_row: Table, end_row: Table
 ) -> Condition:
     if side == "columns":
         return (first_row.at(at) <= at.q) & (at.q < end_row.at(at))
@@ -110,7 +110,7 @@ SAME_ID = Form(
 """`ids_q[q] == ids_kv[k]`, ids in any order."""
 
 
-def intervals(first: Values) -> Mask:
+def intervals(first: Table) -> Mask:
     """Return the mask of documents whose four tables a recipe makes, of which `first` is the first;
     or of stand-ins like `first`."""
     sides: tuple[tuple[str, Pattern], ...]
@@ -125,7 +125,7 @@ def intervals(first: Values) -> Mask:
 # Of blocks
 
 
-def _check_layout(seqlen_q: int, seqlen_kv: int, layout: Values, block: int) -> None:
+def _check_layout(seqlen_q: int, seqlen_kv: int, layout: Table, block: int) -> None:
     if layout.is_stand_in:
         return
     sizes = tuple(layout.tensor.shape[-2:])
@@ -213,7 +213,7 @@ def neighborhood(grid: int | tuple[int, ...], window: int | tuple[int, ...]) -> 
 # Of an expression
 
 
-def _keep_of_text(at: Pair, _: Side, text: str, *captured: Values) -> Condition:
+def _keep_of_text(at: Pair, _: Side, text: str, *captured: Table) -> Condition:
     from tilegen.masks.language.expr import PAIR
     from tilegen.masks.language.rewriting import renamed, replaced
 
@@ -223,7 +223,7 @@ def _keep_of_text(at: Pair, _: Side, text: str, *captured: Values) -> Condition:
     return renamed(replaced(keep, moved) if moved else keep, slots)
 
 
-def _text_spelt(text: str, *captured: Values) -> str:
+def _text_spelt(text: str, *captured: Table) -> str:
     tables = "".join([f",{table.notation}{table.kind}" for table in captured])
     return f"keep({text}{tables})"
 
@@ -277,9 +277,7 @@ def is_surely_solved(mask: Mask) -> bool:
 # Trees of drafted tokens
 
 
-def _check_rows(
-    seqlen_q: int, seqlen_kv: int, table: Values, lengths: Values | None = None
-) -> None:
+def _check_rows(seqlen_q: int, seqlen_kv: int, table: Table, lengths: Table | None = None) -> None:
     if table.is_stand_in:
         return
     width = table.sources[0].shape[-1]
@@ -289,11 +287,11 @@ def _check_rows(
         )
 
 
-def _end(at: Pair, lengths: Values | None) -> Any:
+def _end(at: Pair, lengths: Table | None) -> Any:
     return at.seqlen_kv if lengths is None else lengths.at(at)
 
 
-def _keep(at: Pair, _: Side, table: Values, lengths: Values | None = None) -> Condition:
+def _keep(at: Pair, _: Side, table: Table, lengths: Table | None = None) -> Condition:
     from tilegen.masks.language.algebra import maximum
 
     end = _end(at, lengths)
@@ -303,7 +301,7 @@ def _keep(at: Pair, _: Side, table: Values, lengths: Values | None = None) -> Co
 
 
 def _enclosing(
-    at: Pair, _: Side, table: Values, lengths: Values | None = None
+    at: Pair, _: Side, table: Table, lengths: Table | None = None
 ) -> tuple[Condition, Condition]:
     end = _end(at, lengths)
     before = at.k < end - at.seqlen_q

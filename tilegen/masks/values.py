@@ -24,6 +24,8 @@ LIMIT = 2**30
 """Values of masks stay below LIMIT in size, so that sums with positions fit into 32 bits."""
 UNKNOWN = 1024
 """The typical integer of a tensor on a GPU: looking at its elements would wait for the GPU."""
+UNJUDGED = -100
+"""The density of the tables of a mask until it is judged."""
 Alignment = Literal["top_left", "bottom_right"]
 """The diagonal where seqlen_q != seqlen_kv: it starts at (0, 0), as that of SDPA's `is_causal`, or
 ends at the last query and the last key."""
@@ -49,9 +51,9 @@ class Pair(NamedTuple):
         """Return the column on the diagonal of the row."""
         return self.q if alignment == "top_left" else self.q + self.seqlen_kv - self.seqlen_q
 
-    def number(self, value: int | Values) -> Any:
+    def number(self, value: int | Table) -> Any:
         """Return a number of a mask, looked up where it is of the pair."""
-        return value.at(self) if isinstance(value, Values) else value
+        return value.at(self) if isinstance(value, Table) else value
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,16 +83,17 @@ class Recipe:
 
 
 @dataclass(frozen=True, eq=False)
-class Values:
-    """A tensor that a mask reads, or a stand-in that knows only what is typical of such a tensor.
+class Table:
+    """A tensor that a mask or a score reads, or a stand-in that knows only what is typical of such
+    a tensor.
 
-    Stand-ins are equal when all they know is equal; values with a tensor equal only themselves.
+    Stand-ins are equal when all they know is equal; tables with a tensor equal only themselves.
     """
 
-    axes: str | None
-    """The letters of b, h, q and k that index the tensor, in this order; None where an expression
-    says how."""
-    typical: int
+    axes: str | None = None
+    """The letters of b, h, q and k that index the tensor, in this order, and `.` for a dimension
+    of any size; None where an expression says how, which reads 0 beyond the end."""
+    typical: int = UNKNOWN
     """The number that stands for an element where only the kind of mask is known: in records, and
     in the model's choice."""
     tensor: Any = None
@@ -106,20 +109,22 @@ class Values:
     block: int = 1
     """Rows and columns that an element of a layout stands for."""
     recipe: Recipe | None = None
-    """The recipe that computes the table; None if the table is the user's tensor."""
+    """The recipe that computes the table; None if the table is the user's tensor. `tensor` may then
+    be what it gave once."""
     part: int = 0
     """The number of the table among those of the recipe."""
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Values) or not self.is_stand_in or not other.is_stand_in:
+        if not isinstance(other, Table) or not self.is_stand_in or not other.is_stand_in:
             return self is other
-        return self._facts == other._facts
+        return self.facts == other.facts
 
     def __hash__(self) -> int:
-        return hash(self._facts) if self.is_stand_in else id(self)
+        return hash(self.facts) if self.is_stand_in else id(self)
 
     @property
-    def _facts(self) -> tuple[Any, ...]:
+    def facts(self) -> tuple[Any, ...]:
+        """All that a stand-in knows."""
         return (self.axes, self.typical, self.kind, self.pattern, self.block)
 
     @property
@@ -149,8 +154,13 @@ class Values:
         return (self.recipe.make, self.recipe.given, self.part) if self.recipe else self.kind
 
     @property
+    def identity(self) -> Hashable:
+        """The sources and the way from them, which tables with the same elements share."""
+        return (self.origin, *map(id, self.sources))
+
+    @property
     def elements(self) -> str:
-        """PyTorch's name for the elements that a kernel reads."""
+        """PyTorch's name for the elements that the kernels of a mask read."""
         return {"int": "int32", "float": "float32"}.get(self.kind, self.kind)
 
     @property
@@ -168,7 +178,20 @@ class Values:
         """The kind of the elements in look-ups."""
         return "natural" if self.rising else self.kind
 
-    def beside(self, part: int, pattern: Pattern, axes: str) -> Values:
+    def but(self, **changed: Any) -> Table:
+        """Return the table with other fields, in a fifth of the time that `replace` takes."""
+        table = object.__new__(Table)
+        vars(table).update(vars(self), **changed)
+        return table
+
+    def anew(self) -> Table:
+        """Return the table over a tensor that the recipe makes now, differentiably."""
+        if self.recipe is None:
+            return self
+        tables = self.recipe.make(*self.recipe.sources, (0, 0))
+        return self.but(tensor=tables[self.part], recipe=None)
+
+    def beside(self, part: int, pattern: Pattern, axes: str) -> Table:
         """Return another table of the same recipe, or a stand-in for such a table."""
         return replace(self, axes=axes, pattern=pattern, part=part if self.recipe else 0)
 
@@ -229,7 +252,7 @@ class Values:
         first = number if self.pattern == "ids" else number * width
         return np.broadcast_to(first + width if self.pattern == "ends" else first, size)
 
-    def realized(self, shape: dict[str, int], device: torch.device | str) -> Values:
+    def realized(self, shape: dict[str, int], device: torch.device | str) -> Table:
         """Return a stand-in with a typical tensor, and other values unchanged."""
         import torch
 
@@ -256,7 +279,7 @@ def as_tensor(name: str, value: Any) -> torch.Tensor:
         ) from None
 
 
-def values(tensor: Any, axes: str) -> Values:
+def values(tensor: Any, axes: str) -> Table:
     """Return run-time values of a mask: an integer tensor with one dimension for each of `axes`.
 
     `axes` is "" for one scalar, or of b, h, q and k in this order: `values(lengths, "b")`.
@@ -276,7 +299,7 @@ def values(tensor: Any, axes: str) -> Values:
     if not tensor.numel():
         raise InvalidProblem("values must not be empty")
     check_range(tensor, LIMIT)
-    return Values(axes=axes, typical=typical_of(tensor), tensor=tensor)
+    return Table(axes=axes, typical=typical_of(tensor), tensor=tensor)
 
 
 def shown(argument: Any) -> str:
@@ -319,11 +342,11 @@ def typical_of(tensor: torch.Tensor) -> int:
     return power_of_two_near(int(tensor.float().mean().round().clamp(0, 2**28).item()))
 
 
-def table(tensor: Any, percent: int) -> Values:
-    """Return a tensor that an expression looks up in a mask which keeps so many percent."""
+def table_of(tensor: Any, axes: str | None = None) -> Table:
+    """Return a tensor that an expression looks up. Its density in a mask is not judged yet."""
     name = str(tensor.dtype).removeprefix("torch.")
     kind = cast("Kind", kind_of(name))
-    return Values(axes=None, typical=percent, tensor=tensor, kind=kind, pattern="table")
+    return Table(axes=axes, typical=UNJUDGED, tensor=tensor, kind=kind, pattern="table")
 
 
 def is_checked(tensor: Any) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 
 from tilegen.masks.language.elements import ELEMENTS
+from tilegen.masks.language.expr import K, Q, slot_of
 from tilegen.masks.score import ScoreForm
 from tilegen.masks.usual import is_surely_solved, trees_of
 from tilegen.task import KernelTask, Tiled
@@ -62,8 +63,6 @@ def _is_listed(task: KernelTask) -> bool:
 
 def _tables(score: ScoreForm) -> tuple[int, ...]:
     """Return the element size of each table that is indexed by row and column [bytes]."""
-    reads = re.findall(r"t(\d+)\[([^\]]*)\]", score.text)
-    both = (int(slot) for slot, index in reads if {"q", "k"} <= set(re.findall(r"\b\w\b", index)))
-    slots = set(both)
+    slots = {slot_of(load) for load in score.expression().loads() if {Q, K} <= load.free}
     sizes = (re.sub(r"\D", "", ELEMENTS[score.elements[slot]]) for slot in sorted(slots))
     return tuple(int(bits) // 8 for bits in sizes)

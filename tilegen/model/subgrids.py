@@ -137,9 +137,9 @@ def family_of(mask: Mask, seqlen_q: int, seqlen_kv: int) -> Family | None:
         return "full"
     if mask.is_causal and seqlen_q == seqlen_kv:
         return "causal"
-    if mask.form is WINDOW and None not in mask.args and not mask.values:
+    if mask.form is WINDOW and None not in mask.args and not mask.tables:
         return "window"
-    if mask.form is PREFIX_LM and not mask.values and seqlen_q == seqlen_kv:
+    if mask.form is PREFIX_LM and not mask.tables and seqlen_q == seqlen_kv:
         return "prefix"
     return None
 

@@ -10,7 +10,7 @@ import torch
 from tilegen.errors import InvalidProblem
 from tilegen.masks.kinds import check_mask
 from tilegen.masks.made import Chain, InDocuments, OfFunction
-from tilegen.masks.mask import NOT, TYPICAL, Mask, values_of
+from tilegen.masks.mask import NOT, TYPICAL, Mask, tables_of
 from tilegen.masks.plain import check_plain
 from tilegen.masks.score import Score, check_function
 
@@ -85,13 +85,12 @@ def _mask(mask: Any, encoded: Crossing) -> str:
         return f'["plain","{made[1]}",[]]'
     if how == "function":
         _, function, text, captured = made
-        if mask.follows is not None:  # which leads to another function in a copy
-            function = mask.follows.function
-        if text:  # already traced outside of torch.compile
-            return f'["keep","{text}",{encoded.places(captured)}]'
-        from tilegen.masks.tracing.trace import trace_compiled
+        if isinstance(mask.follows, OfFunction):  # which looks attributes up, of copies in a copy
+            function, text = mask.follows.function, ""
+        if not text:  # otherwise it was traced outside of torch.compile
+            from tilegen.masks.tracing.trace import trace_compiled
 
-        text, captured, _ = trace_compiled(function, is_score=False)
+            text, captured, _ = trace_compiled(function, is_score=False)
         return f'["keep","{text}",{encoded.places(captured)}]'
     if how == "ids":
         return f'["ids",{encoded.place(made[1])},{"true" if made[2] else "false"}]'
@@ -110,7 +109,7 @@ def _mask(mask: Any, encoded: Crossing) -> str:
 
 def _plain(mask: Mask, encoded: Crossing) -> str:
     """Encode a mask that its notation and its tensors determine."""
-    tensors = [value.tensor for value, _ in values_of(mask)]
+    tensors = [table.tensor for table, _ in tables_of(mask)]
     for tensor in tensors:
         if tensor is None:
             raise InvalidProblem(f"expected a mask with its tensors, got {mask.notation}")
@@ -130,10 +129,13 @@ def _score(score: Any, encoded: Crossing) -> str:
             return _score(made[1], encoded)
         if made is not None and isinstance(score.follows, OfFunction):
             return _function(score.follows.function, encoded)
-        if made is not None and score.derived:  # rebuilt from the function alone
-            return _function(made[1], encoded)
-        encoded.trained_places(score.unused)
-        return _spelt(score.text, score.captured, score.sizes, score.sink_logits, encoded)
+        read = (*score.tables, *score.unused)
+        if made is not None and any([table.recipe is not None for table in read]):
+            return _function(made[1], encoded)  # which makes the tensors inside
+        encoded.trained_places([table.tensor for table in score.unused])
+        sizes = [(i, one.axes) for i, one in enumerate(score.tables) if one.axes is not None]
+        captured = [one.tensor for one in score.tables]
+        return _spelt(score.text, captured, sizes, score.sink_logits, encoded)
     check_function(score)
     return _function(score, encoded)
 

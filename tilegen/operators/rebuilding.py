@@ -8,26 +8,25 @@ places.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache, reduce
 from typing import Any
 
 import torch
 
-from tilegen.bounded_cache import BoundedCache
 from tilegen.errors import InvalidProblem
 from tilegen.launch.changes import Changes, Pages
 from tilegen.masks.blocks import Blocks, Restriction
 from tilegen.masks.constructors import tree
 from tilegen.masks.dropout import Dropout
-from tilegen.masks.kinds import FULL_MASK, MaskKind, kind_of_mask
-from tilegen.masks.mask import Mask, intersect, unite, with_tensors, with_values
+from tilegen.masks.kinds import FULL_MASK, MaskKind, filled, kind_of_mask
+from tilegen.masks.mask import Mask, intersect, unite
 from tilegen.masks.notation import parse_mask
 from tilegen.masks.packed import of_ids, packed
 from tilegen.masks.score import Score
 from tilegen.masks.snapshots import TensorCache
-from tilegen.masks.values import UNKNOWN, Values, typical_of
+from tilegen.masks.values import UNKNOWN, Table, table_of, typical_of
 
 MAX_KNOWN = 512
 MAX_BLOCK_MASKS = 64
@@ -75,30 +74,10 @@ def _spec(text: str) -> Any:
 # Masks
 
 
-@dataclass(frozen=True)
-class _Place:
-    """The index of a tensor, instead of that tensor in a cached mask or score."""
-
-    number: int
-
-
 def _filled_mask(spec: Any, tensors: Tensors, lengths: tuple[int, int]) -> Mask:
     if spec[0] == "blocks":
         return _of_blocks(spec, tensors, lengths)
-    places = {id(tensor): _Place(i) for i, tensor in enumerate(tensors)}
-    kept = _masks.get(
-        _key(spec, tensors), lambda: with_tensors(_mask(spec, tensors), lambda x: places[id(x)])
-    )
-    if not kept.values:
-        return kept
-    mask = with_tensors(kept, lambda place: tensors[place.number])
-    vars(mask)["_kind"] = kind_of_mask(kept)
-    return mask
-
-
-def _key(spec: Any, tensors: Tensors) -> Any:
-    """Return the cache key of a specification and its tensors' dtypes, dimensions and devices."""
-    return repr(spec), tuple((tensor.dtype, tensor.ndim, tensor.device) for tensor in tensors)
+    return filled(repr(spec), tensors, lambda: _mask(spec, tensors))
 
 
 def _mask(spec: Any, tensors: Tensors) -> Mask:
@@ -106,7 +85,7 @@ def _mask(spec: Any, tensors: Tensors) -> Mask:
     match spec:
         case "plain", notation, places:
             given = iter([tensors[i] for i in places])
-            return with_values(parse_mask(notation), lambda value: _with(value, next(given)))
+            return parse_mask(notation).with_tables(lambda table: _with(table, next(given)))
         case "keep", text, places:
             from tilegen.masks.traced import mask_of_text  # loads torch
 
@@ -126,7 +105,7 @@ def _mask(spec: Any, tensors: Tensors) -> Mask:
             raise InvalidProblem(f"expected a mask that crossed into an operator, got {spec!r}")
 
 
-def _with(value: Values, tensor: torch.Tensor) -> Values:
+def _with(value: Table, tensor: torch.Tensor) -> Table:
     """Give a placeholder its tensor, and the typical number of the tensor if it can be computed."""
     typical = value.typical  # percent of pairs
     if value.pattern in ("constant", "layout"):
@@ -134,9 +113,6 @@ def _with(value: Values, tensor: torch.Tensor) -> Values:
     elif value.pattern in ("ids", "firsts", "ends"):
         typical = UNKNOWN
     return replace(value, tensor=tensor, typical=typical)
-
-
-_masks: BoundedCache[Any, Mask] = BoundedCache(MAX_KNOWN)
 
 
 def _of_blocks(spec: Any, tensors: Tensors, lengths: tuple[int, int]) -> Mask:
@@ -173,31 +149,16 @@ def _filled_score(spec: Any, tensors: Tensors, lengths: tuple[int, int]) -> Scor
         _, inner, (cu_q, cu_kv) = spec
         score = _filled_score(inner, tensors, lengths)
         return within_documents(score, tensors[cu_q], tensors[cu_kv], lengths)
-    places = {id(tensor): _Place(i) for i, tensor in enumerate(tensors)}
-    kept = _scores.get(
-        _key(spec, tensors), lambda: _changed(_score(spec, tensors), lambda x: places[id(x)])
-    )
-    return _changed(kept, lambda place: tensors[place.number])
-
-
-def _changed(score: Score, changed: Callable[[Any], Any]) -> Score:
-    sinks = None if score.sink_logits is None else changed(score.sink_logits)
-    return replace(score, captured=tuple(map(changed, score.captured)), sink_logits=sinks)
+    return filled(repr(spec), tensors, lambda: _score(spec, tensors))
 
 
 def _score(spec: Any, tensors: Tensors) -> Score:
     match spec:
         case "score", text, places, sizes, sinks:
-            return Score(
-                text,
-                tuple(tensors[i] for i in places),
-                None if sinks is None else tensors[sinks],
-                tuple((slot, axes) for slot, axes in sizes),
-            )
+            axes = dict(sizes)
+            read = [table_of(tensors[i], axes.get(slot)) for slot, i in enumerate(places)]
+            return Score(text, tuple(read), None if sinks is None else table_of(tensors[sinks]))
         case "then", *parts:
             return reduce(Score.then, (_score(part, tensors) for part in parts))
         case _:
             raise InvalidProblem(f"expected a score that crossed into an operator, got {spec!r}")
-
-
-_scores: BoundedCache[Any, Score] = BoundedCache(MAX_KNOWN)

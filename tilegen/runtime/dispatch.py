@@ -70,7 +70,7 @@ def planned(
     result = plan.run(q, k, v, factor, changes)
     if changes.score is None or plan.rewrites or plan.shape is not None:
         return result
-    return reaching(*result, changes.score.unused)
+    return reaching(*result, [table.tensor for table in changes.score.unused])
 
 
 def plan_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Changes) -> Plan:

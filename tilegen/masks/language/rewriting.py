@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tilegen.errors import InvalidProblem
 from tilegen.masks.language import algebra, functions, remainders
-from tilegen.masks.language.elements import kind_of
 from tilegen.masks.language.expr import ELEMENT_OF_KIND, B, Expr, H, K, Q, captured_slots, slot_of
 from tilegen.masks.language.integers import BITS
 
 if TYPE_CHECKING:
-    import torch
+    from tilegen.masks.values import Table
 
 
 _MADE: dict[str, Any] = {
@@ -107,40 +105,36 @@ def free_parts(expr: Expr) -> frozenset[str]:
     return frozenset(str(symbol.value) for symbol in expr.free & {B, H, Q, K})
 
 
-def kind_of_tensor(tensor: torch.Tensor) -> str:
-    """Return the kind of a tensor's elements. Raises InvalidProblem."""
-    if tensor.dtype.is_complex:
-        raise InvalidProblem(f"expected captured tensors of real numbers, got {tensor.dtype}")
-    return kind_of(str(tensor.dtype).removeprefix("torch."))
-
-
 def rename(expr: Expr, slots: Sequence[int]) -> Expr:
     """Return the expression with captured tensor i in slot slots[i]."""
     loads = (node for node in expr.walk() if node.op == "load")
     return renamed(expr, {slot_of(one): (slots[slot_of(one)], one.value[1]) for one in loads})
 
 
-def without(
-    tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, ...]:
-    """Return the tensors without repetitions."""
-    known = {id(one) for one in others}
-    return tuple({id(one): one for one in tensors if id(one) not in known}.values())
+def without(tables: Sequence[Table], others: Sequence[Table]) -> tuple[Table, ...]:
+    """Return the tables that are not among others, without repetitions."""
+    known = {one.identity for one in others}
+    return tuple({one.identity: one for one in tables if one.identity not in known}.values())
 
 
 def merge(
-    parts: Sequence[tuple[Expr, Sequence[torch.Tensor]]],
-) -> tuple[list[Expr], tuple[torch.Tensor, ...]]:
-    """Return expressions over one tuple of captured tensors: the same tensor has one slot, unread
-    ones none."""
-    merged: list[torch.Tensor] = []
+    parts: Sequence[tuple[Expr, Sequence[Table]]],
+) -> tuple[list[Expr], tuple[Table, ...]]:
+    """Return expressions over one tuple of tables: the same tensor has one slot, but where it has
+    different axes, and unread ones have none."""
+    merged: list[Table] = []
     moved: list[Expr] = []
-    for expr, captured in parts:
-        slots = [-1] * len(captured)
+    for expr, tables in parts:
+        slots = [-1] * len(tables)
         for slot in captured_slots(expr):
-            same = [i for i, tensor in enumerate(merged) if tensor is captured[slot]]
-            slots[slot] = same[0] if same else len(merged)
-            if not same:
-                merged.append(captured[slot])
+            table = tables[slot]
+            alike = (
+                i
+                for i, one in enumerate(merged)
+                if one.identity == table.identity and len({one.axes, table.axes, None}) < 3
+            )
+            at = slots[slot] = next(alike, len(merged))
+            if at == len(merged) or table.axes is not None:
+                merged[at : at + 1] = [table]
         moved.append(rename(expr, slots))
     return moved, tuple(merged)

@@ -177,8 +177,8 @@ def _solved(mask: Mask, side: Side) -> StreamSets | str:
     """Return the sets, or the reason why there are none. The result is cached: every tile needs
     it."""
     stationary, streamed, length = (Q, K, SEQLEN_KV) if side == "rows" else (K, Q, SEQLEN_Q)
-    most, sure = (named(mask.values, one) for one in mask.enclosing(AT, side))
-    rising = {slot for slot, value in enumerate(mask.values) if value.rising}
+    most, sure = (named(mask.tables, one) for one in mask.enclosing(AT, side))
+    rising = {slot for slot, value in enumerate(mask.tables) if value.rising}
     # Without lists, what has no closed form is taken for live and for dropped everywhere.
     spans = _Spans(stationary, streamed, rising, is_lenient=mask.form is UNLISTED)
     inside = _Span(ZERO, length)

@@ -192,7 +192,7 @@ def percent_live(mask: Mask) -> int:
     The length of a call is not known yet; the longest dimension of the tensors read is a good
     guess.
     """
-    tables = [value.on("cpu", (LONGEST_JUDGED, LONGEST_JUDGED)) for value in mask.values]
+    tables = [value.on("cpu", (LONGEST_JUDGED, LONGEST_JUDGED)) for value in mask.tables]
     sizes = [size for table in tables for size in table.shape]
     length = min(max(sizes, default=JUDGED), LONGEST_JUDGED)
     shape = Shape(1, 1, length, length).tiled(JUDGED, JUDGED)

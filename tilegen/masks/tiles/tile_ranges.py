@@ -26,7 +26,7 @@ from tilegen.masks.tiles.intervals import Arithmetic, Edges, Range, Visited, mer
 from tilegen.masks.tiles.spans import StreamSets, depends_on, edges, visit
 from tilegen.masks.tiles.tile_lists import JUDGED, build
 from tilegen.masks.usual import BLOCK_SPARSE, KEEP, NEIGHBORHOOD
-from tilegen.masks.values import Values
+from tilegen.masks.values import Table
 
 LONGEST = 2048
 """Most rows or columns for which tiles are counted where nothing ties a mask to its lengths."""
@@ -141,7 +141,7 @@ def tile_ranges(
 
 
 def _edges_of(
-    general: Mask, values: tuple[Values, ...], side: Side, shape: Shape, stays: int, block: int
+    general: Mask, values: tuple[Table, ...], side: Side, shape: Shape, stays: int, block: int
 ) -> tuple[tuple[int, ...], list[Edges], list[Edges]]:
     """Return the shape of arrays with a number for each stationary tile, and the edges of the live
     and of the dropped intervals of all."""
@@ -199,13 +199,13 @@ def counted_over(mask: Mask, batch: int, heads: int) -> tuple[int, int]:
     return batch if B in depends else 1, heads if H in depends else 1
 
 
-def _solved(mask: Mask, side: Side) -> tuple[Mask, tuple[Values, ...]]:
+def _solved(mask: Mask, side: Side) -> tuple[Mask, tuple[Table, ...]]:
     """Return the mask that is solved in place of a given mask, and the values that it reads.
     Raises Unsupported for a mask without closed form."""
     alike = _with_scalars(mask)
-    if any(alike.values[slot].is_unknown for slot in _read(alike.general, side)):
+    if any(alike.tables[slot].is_unknown for slot in _read(alike.general, side)):
         raise Unsupported(f"expected a mask with its tensors, got {mask}")
-    return alike.general, alike.values
+    return alike.general, alike.tables
 
 
 def _with_scalars(mask: Mask) -> Mask:
@@ -213,8 +213,8 @@ def _with_scalars(mask: Mask) -> Mask:
     if mask.form is not WINDOW:
         return mask.with_parts(_with_scalars)
 
-    def scalar(side: int | Values | None) -> Values | None:
-        return Values(axes="", typical=side) if isinstance(side, int) else side
+    def scalar(side: int | Table | None) -> Table | None:
+        return Table(axes="", typical=side) if isinstance(side, int) else side
 
     left, right, alignment = mask.args
     return Mask.of(WINDOW, scalar(left), scalar(right), alignment)
@@ -348,7 +348,7 @@ def _stretched(near: TileRanges, side: Side, shape: TiledShape, factor: float = 
 def typical(mask: Mask) -> Mask:
     """Replace each mask whose tables are missing by random blocks of the same density."""
     if mask.form in (KEEP, ORDERED, MATCHED) and mask.is_stand_in:
-        percent = mask.values[0].typical
-        layout = Values(axes="", typical=percent, kind="bool", pattern="layout", block=JUDGED)
+        percent = mask.tables[0].typical
+        layout = Table(axes="", typical=percent, kind="bool", pattern="layout", block=JUDGED)
         return Mask.of(BLOCK_SPARSE, layout, JUDGED)
     return mask.with_parts(typical)

@@ -6,14 +6,15 @@ call of a kernel. The elements of the traced call would be stale.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from tilegen.errors import Unsupported
-from tilegen.masks.values import Recipe
+from tilegen.masks.values import Recipe, Table, table_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,29 +90,21 @@ class Derived:
         """Check whether the function derives a tensor from captured tensors."""
         return id(tensor) in self._views or memory_of(tensor) in self._derived
 
-    def recipe(self, tensor: torch.Tensor, dtype: torch.dtype) -> Recipe | None:
-        """Return a recipe for making a tensor anew, in a dtype; None for a captured tensor."""
+    def table(self, tensor: torch.Tensor, *, is_score: bool) -> Table:
+        """Return a tensor that a mask or a score looks up: of a recipe that makes it anew if the
+        function made it. Those of scores are differentiable, and keep their dtype."""
+        read = table_of(tensor)
         if not self.made(tensor):
-            return None
+            return read
         steps, sources = self._needed(tensor)
+        dtype = tensor.dtype if is_score else getattr(torch, read.elements)
+        make = partial(_made, steps, tensor, sources, dtype)
+        return read.but(recipe=Recipe(make, tuple(sources)))
 
-        def make(*given: Any) -> tuple[torch.Tensor]:
-            *tables, _ = given  # the lengths
-            known = {id(source): table for source, table in zip(sources, tables, strict=True)}
-            return (_run(steps, tensor, known).to(dtype).contiguous(),)
-
-        return Recipe(make, tuple(sources))
-
-    def sources(self, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Yield the tensors that `tensors` are made of, which the function itself does not make."""
-        for tensor in tensors:
-            for source in self._needed(tensor)[1] if self.made(tensor) else (tensor,):
-                if memory_of(source) not in self._own:
-                    yield source
-
-    def anew(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Compute a tensor again by its steps, differentiably."""
-        return _run(self._needed(tensor)[0], tensor, {}) if self.made(tensor) else tensor
+    def read(self, tables: Sequence[Table]) -> tuple[torch.Tensor, ...]:
+        """Return the sources of tables that the function does not make itself."""
+        sources = (source for table in tables for source in table.sources)
+        return tuple([source for source in sources if memory_of(source) not in self._own])
 
     def _needed(self, tensor: torch.Tensor) -> tuple[list[_Step], list[torch.Tensor]]:
         """Return the steps that a tensor depends on, and the other tensors that they read."""
@@ -130,6 +123,13 @@ class Derived:
                 elif not any(source is one for one in sources):
                     sources.append(source)
         return steps[::-1], sources
+
+
+def _made(steps: Any, tensor: Any, sources: Any, dtype: Any, *given: Any) -> tuple[torch.Tensor]:
+    """Make a tensor of tables in the place of its sources, in a dtype."""
+    *tables, _ = given  # the lengths
+    known = {id(source): table for source, table in zip(sources, tables, strict=True)}
+    return (_run(steps, tensor, known).to(dtype).contiguous(),)
 
 
 def _run(steps: list[_Step], tensor: torch.Tensor, known: dict[int, torch.Tensor]) -> torch.Tensor:

@@ -24,7 +24,7 @@ from tilegen.masks.made import assume_constant_result, is_traced
 from tilegen.masks.plain import check_plain
 from tilegen.masks.tracing.derived import Derived
 from tilegen.masks.tracing.reads import looked
-from tilegen.masks.tracing.stand_ins import MAX_ELEMENTS, Table
+from tilegen.masks.tracing.stand_ins import MAX_ELEMENTS, CapturedTable
 from tilegen.masks.tracing.tracer import Tracer, refusal
 
 MAX_SESSIONS = 64
@@ -288,9 +288,9 @@ def actual(tracer: Tracer, told: Any) -> Any:
         case "value", number:
             return tracer.values[number]
         case "table", slot, dtype, sizes:
-            return Table(slot, dtype, sizes)
+            return CapturedTable(slot, dtype, sizes)
         case "number", slot, dtype:
-            return Table(slot, dtype, (), is_number=True)
+            return CapturedTable(slot, dtype, (), is_number=True)
         case ("tuple" | "list" | "slice") as kind, parts:
             made = [actual(tracer, part) for part in parts]
             return slice(*made) if kind == "slice" else tuple(made) if kind == "tuple" else made

@@ -8,7 +8,7 @@ Any other function is traced at each call: its values may change where nobody lo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import lru_cache
 from threading import RLock
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
@@ -180,7 +180,7 @@ class Reads:
         for name in names:  # one that is missing may be set later
             self._at(dict[str, Any].get, there, name)
 
-    def attributes(self, tensors: Iterator[torch.Tensor]) -> tuple[Place, ...] | None:
+    def attributes(self, tensors: Iterable[torch.Tensor]) -> tuple[Place, ...] | None:
         """Return the places of the attributes that the functions name, of objects that they read;
         None where the values of `tensors` are not all found in these, or as they are."""
         places: list[Place] = []

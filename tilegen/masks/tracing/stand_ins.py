@@ -68,7 +68,7 @@ class Computed:
 
 
 @dataclass(eq=False)
-class Table:
+class CapturedTable:
     """A tensor that a function reads: `bias`; or with its first indices given: `bias[h]`."""
 
     slot: int
@@ -90,7 +90,7 @@ class Table:
 
 def is_row(value: Any) -> bool:
     """Return whether a value has elements to compute with, one by one."""
-    return isinstance(value, Computed | Table) and bool(value.shape)
+    return isinstance(value, Computed | CapturedTable) and bool(value.shape)
 
 
 def boxed(value: Any) -> Elements:

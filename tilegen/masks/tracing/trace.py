@@ -27,11 +27,11 @@ from tilegen.masks.language.expr import Expr, captured_slots
 from tilegen.masks.language.rewriting import made, rename, renamed, replaced
 from tilegen.masks.language.texts import to_text
 from tilegen.masks.made import OfFunction, assume_constant_result, never
-from tilegen.masks.tracing.derived import Derived
+from tilegen.masks.tables import OfTables
 from tilegen.masks.tracing.mode import actual, call, finished
 from tilegen.masks.tracing.reads import Reads, holds
 from tilegen.masks.tracing.tracer import Tracer
-from tilegen.masks.values import LIMIT
+from tilegen.masks.values import LIMIT, Table, table_of
 
 MAX_CHOICES = 8
 """Most choices between numbers (`torch.where`) in a mask that are made choices between comparisons:
@@ -41,21 +41,14 @@ MAX_LEVELS = 160
 
 
 @dataclass(frozen=True, eq=False)
-class Traced:
-    """The expression that a function computes: t<i> in it is `captured[i]`."""
+class Traced(OfTables):
+    """The expression that a function computes: t<i> in it is `tables[i]`."""
 
     expr: Expr
-    captured: tuple[torch.Tensor, ...]
-    unused: tuple[torch.Tensor, ...]
-    """Tensors that the function reads, and on which the result does not depend: `bias` in `s + 0
-    * bias[q]`."""
-    derived: Derived
-    """The steps by which the function made tensors of those it captures."""
-
-    @property
-    def makes_tensors(self) -> bool:
-        """Whether the function reads tensors that it made itself."""
-        return any(map(self.derived.made, (*self.captured, *self.unused)))
+    tables: tuple[Table, ...]
+    unused: tuple[Table, ...] = ()
+    read: tuple[torch.Tensor, ...] = ()
+    """The tensors that the function reads and does not make itself."""
 
 
 def trace_mask(fn: Callable[..., Any]) -> Traced:
@@ -82,7 +75,7 @@ def followed(
     reads = Reads(fn)
     if reads.are_known:
         return None
-    places = reads.attributes(traced.derived.sources((*traced.captured, *traced.unused)))
+    places = reads.attributes(traced.read)
     if places == ():
         return None
     return OfFunction(fn, make, never if places is None else partial(holds, places))
@@ -132,8 +125,9 @@ def _traced(fn: Callable[..., Any], arguments: str, *, is_score: bool) -> Traced
         raise InvalidProblem(f"expected a function of {arguments}, got {fn}") from None
     number, mode, told = call(fn, is_score=is_score)
     expr, *slots = _result(finished(number), told, is_score)
-    captured, unused = (tuple(mode.captured[i] for i in some) for some in slots)
-    return Traced(expr, captured, unused, mode.derived)
+    of = partial(mode.derived.table, is_score=is_score)
+    tables, unused = (tuple([of(mode.captured[i]) for i in some]) for some in slots)
+    return Traced(expr, tables, unused, mode.derived.read((*tables, *unused)))
 
 
 def _result(
@@ -228,7 +222,7 @@ def at_call(fn: Any, traced: Traced) -> Traced:
         torch.tensor(one.value, dtype=getattr(torch, one.dtype), device="cpu")
         for one in numbers.values()
     )
-    return replace(traced, expr=expr, captured=(*traced.captured, *tensors))
+    return replace(traced, expr=expr, tables=(*traced.tables, *map(table_of, tensors)))
 
 
 def _general(

@@ -23,9 +23,9 @@ from tilegen.masks.tracing.stand_ins import (
     MAX_ELEMENTS,
     REDUCTIONS,
     RESHAPES,
+    CapturedTable,
     Computed,
     Elements,
-    Table,
     boxed,
     broadcast,
     is_row,
@@ -64,12 +64,12 @@ class Tracer:
     def __init__(self, *, is_score: bool) -> None:
         """Begin with the arguments of a function of a score, or of a mask."""
         self._is_score = is_score
-        self.values: list[Computed | Table] = [
+        self.values: list[Computed | CapturedTable] = [
             Computed(boxed(symbol), torch.int64) for symbol in (B, H, Q, K)
         ]
         if is_score:
             self.values.insert(0, Computed(boxed(S), torch.float32))
-        self.read: list[Table] = []
+        self.read: list[CapturedTable] = []
         """A table of each slot whose elements are looked up: t0, t1, ... of expressions."""
 
     def expression(self, value: Any) -> Any:
@@ -82,14 +82,14 @@ class Tracer:
                     f"expected one value, got {value.shape}; index the tensor, by b, h, q_idx or "
                     "kv_idx, or ask for the sum, any or all of its elements"
                 )
-            case Table(sizes=()):
+            case CapturedTable(sizes=()):
                 return self._element(value, ())
-            case Table(index=()):
+            case CapturedTable(index=()):
                 raise Unsupported(
                     f"expected {value} to be indexed, by b, h, q_idx or kv_idx, before it is "
                     "computed with"
                 )
-            case Table():
+            case CapturedTable():
                 self._refuse_rows(value)
             case bool() | int() | float():
                 return const(value)
@@ -199,7 +199,7 @@ class Tracer:
             return tuple(Computed(boxed(part), value.dtype) for part in reshaped)
         return Computed(reshaped, value.dtype)
 
-    def _indexed(self, target: Any, index: Any) -> Computed | Table:
+    def _indexed(self, target: Any, index: Any) -> Computed | CapturedTable:
         """Return an element, rows that still lack an index, or a part of a few elements."""
         index = index if isinstance(index, tuple) else (index,)
         odd = [one for one in index if isinstance(one, slice | list) or one in (None, Ellipsis)]
@@ -226,10 +226,10 @@ class Tracer:
         if len(parts) > len(target.sizes):
             raise Unsupported(f"expected {len(target.sizes)} indices of {target}, got {len(parts)}")
         if len(parts) < len(target.sizes):
-            return Table(target.slot, target.dtype, target.sizes, tuple(parts))
+            return CapturedTable(target.slot, target.dtype, target.sizes, tuple(parts))
         return Computed(boxed(self._element(target, parts)), target.dtype)
 
-    def _element(self, table: Table, index: Sequence[Any]) -> Any:
+    def _element(self, table: CapturedTable, index: Sequence[Any]) -> Any:
         """Return an element of a table, which takes a slot."""
         places = [i for i, known in enumerate(self.read) if known.slot == table.slot]
         if not places:
@@ -243,7 +243,7 @@ class Tracer:
         """Return the expressions of all elements. Raises Unsupported where there are many."""
         if isinstance(value, Computed):
             return value.elements
-        if not isinstance(value, Table) or not value.shape:
+        if not isinstance(value, CapturedTable) or not value.shape:
             return boxed(self.expression(value))
         if np.prod(value.shape) > MAX_ELEMENTS:
             self._refuse_rows(value)
@@ -252,7 +252,7 @@ class Tracer:
             as_nodes[place] = self._element(value, (*value.index, *place))
         return as_nodes
 
-    def _refuse_rows(self, table: Table) -> Any:
+    def _refuse_rows(self, table: CapturedTable) -> Any:
         raise Unsupported(
             f"expected {len(table.sizes)} indices of {table}, or at most {MAX_ELEMENTS} elements "
             f"left, got {len(table.index)}: {table.index}"
@@ -273,7 +273,7 @@ class Tracer:
             dtype = torch.promote_types(dtype, kinds.result)
         operands: dict[str, Elements] = {}
         for key, value in bound.arguments.items():
-            if isinstance(value, Computed | Table):
+            if isinstance(value, Computed | CapturedTable):
                 operands[key] = self._elements(value) if has_rows else boxed(self.expression(value))
             elif isinstance(value, bool | int | float) and key in _OPERANDS:
                 bound.arguments[key] = self._cast(value, dtype)  # as PyTorch does under vmap
@@ -345,7 +345,7 @@ def _signature(name: str) -> inspect.Signature:
     return inspect.signature(OPERATIONS[name])
 
 
-def _kind(table: Table) -> str:
+def _kind(table: CapturedTable) -> str:
     """Return the kind of a table's elements, narrow integers by their dtype."""
     if table.dtype.is_complex:
         raise Unsupported(f"expected captured tensors of real numbers, got {table.dtype}")
