@@ -236,7 +236,7 @@ class Tiled:
         """One step of the inner loop, shared by configs that differ in warps and stages only."""
         task, config = self.task, self.config
         key = "step", task.kernel, config.rows, config.block_n, config.block_d
-        return task.lengthless.memo.once(key, lambda: task.spec.loop.step(task.problem, config))
+        return task.lengthless.memo.once(key, lambda: task.spec.step(task.problem, config))
 
     def by_tile(self, name: str, compute: Callable[[], T]) -> T:
         """Return a cached value that depends on the tile only, not on warps and stages."""

@@ -42,7 +42,7 @@ def test_the_kernels_that_have_them() -> None:
     for kernel in DESCRIBED:
         spec = KERNELS[kernel]
         assert spec.whole
-        assert set(spec.described) <= set(spec.whole.streams)
+        assert set(spec.described) <= {one.name for one in spec.streamed}
 
 
 def test_a_config_says_it_and_others_look_as_before() -> None:

@@ -35,7 +35,6 @@ from tilegen.kernels.arguments import DROPOUT, SINKS
 from tilegen.kernels.config import OPTIONS, Kernel, TileConfig, head_dim_chunks
 from tilegen.kernels.descriptors import why_not_described
 from tilegen.kernels.launch_order import heavy_end, rows_together
-from tilegen.kernels.loops import WIDTHS
 from tilegen.kernels.registry import KERNELS, check_config, family_with, tile_heads
 from tilegen.kernels.spec import KernelSpec
 from tilegen.kernels.split_kv import FILLING, usual_tiles
@@ -255,7 +254,7 @@ def _function_name(problem: AttentionProblem, config: TileConfig, spec: KernelSp
         "" if problem.head_dim_qk == problem.head_dim_v else f"v{problem.head_dim_v}"
     )
     if not spec.masked:
-        only_values = all(WIDTHS.get(one, "v") == "v" for one in spec.given)
+        only_values = all(one.head_dim != "qk" for one in spec.tensors.values())
         dims = f"d{problem.head_dim_v}" if only_values else dims
         return f"attention_{spec.name}_{dims}_m{config.block_m}"
     notation = problem.mask.notation.replace("-1", "inf").lower()

@@ -7,14 +7,14 @@ time depend on these numbers alone, for every kernel.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import sqrt
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 
 from tilegen.kernels.config import Dim, TileConfig, head_dim_chunks
-from tilegen.kernels.layout import PAIRED
+from tilegen.kernels.tensors import Tensor
 
 if TYPE_CHECKING:
     from tilegen.masks.mask import Side
@@ -22,11 +22,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Knob = Literal["block_m", "block_n", "block_d"]
-WIDTHS: dict[str, Dim] = {
-    **dict.fromkeys(("q", "k", "dq", "dk"), "qk"),
-    **dict.fromkeys(("v", "out", "dout", "dv"), "v"),
-}
-"""The head dim of a tensor's rows; lse and delta have a single fp32 number per row."""
 chunks = cache(head_dim_chunks)
 """Widths of the tiles that cover a head dim."""
 
@@ -129,19 +124,16 @@ class _Loop:
         """Return True if values that are columns of keys are read from the loaded keys."""
         return False
 
-    def streamed_bytes(self, problem: AttentionProblem) -> int:
-        """Return the bytes of one streamed row; 0 if head dims are not held whole."""
-        return 0
-
     def tile(self, config: TileConfig) -> str:
         """Describe the stationary and the streamed tile in a phrase."""
         rows = "1 query row stays" if config.block_m == 1 else f"{config.block_m} query rows stay"
         return f"{rows}, {config.block_n} keys pass at a time"
 
 
-def _widths(problem: AttentionProblem, tensors: Iterable[str]) -> tuple[int, ...]:
-    """Return the widths of the tiles that hold a row of each tensor."""
-    return tuple(width for tensor in tensors for width in chunks(problem.head_dims[WIDTHS[tensor]]))
+def _widths(problem: AttentionProblem, tensors: Iterable[Tensor]) -> tuple[int, ...]:
+    """Return the widths of the tiles that hold a row of each tensor with a head dim."""
+    dims: list[Dim] = [one.head_dim for one in tensors if one.head_dim]
+    return tuple(width for dim in dims for width in chunks(problem.head_dims[dim]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,12 +141,6 @@ class Whole(_Loop):
     """The loop of a kernel that holds head dims whole: one tile is stationary, tiles of rows are
     streamed."""
 
-    keeps: tuple[str, ...]
-    """Tensors with a tile that stays on chip."""
-    streams: tuple[str, ...]
-    """Tensors whose tiles are streamed."""
-    accumulates: tuple[str, ...]
-    """Tensors that a program accumulates on chip."""
     products: tuple[Dim, ...]
     """Matrix products of a step, each stationary rows x streamed rows x a head dim."""
     score_tiles: int
@@ -177,29 +163,26 @@ class Whole(_Loop):
         """Return True if values that are columns of keys are read from the loaded keys."""
         return problem.latent and self.takes_latent
 
-    def streamed_bytes(self, problem: AttentionProblem) -> int:
-        """Return the bytes of one streamed row: K and V, or Q, dO, lse (perhaps in pairs) and
-        delta."""
-        total = 0
-        for tensor in self._loaded(problem):
-            if tensor in WIDTHS:
-                total += problem.element_bytes * problem.head_dims[WIDTHS[tensor]]
-            else:
-                total += 8 if problem.pair_lse and tensor in PAIRED else 4
-        return total
-
     def tile(self, config: TileConfig) -> str:
         """Describe the stationary and the streamed tile in a phrase."""
         if self.stays == "rows":
             return super().tile(config)
         return f"{config.block_n} key-value rows stay while tiles of {config.block_m} queries pass"
 
-    def step(self, problem: AttentionProblem, config: TileConfig) -> Step:
+    def step(
+        self,
+        problem: AttentionProblem,
+        config: TileConfig,
+        reads: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+    ) -> Step:
         """Return one step: one stationary tile and one streamed tile."""
         rows, columns = self.sides(config.rows, config.block_n)
-        loaded = [one for one in self._loaded(problem) if one in WIDTHS]
-        passing = _widths(problem, loaded)
-        results = _widths(problem, self.accumulates)
+        kept = [one for one in reads if one.side == self.stays]
+        streamed = [one for one in reads if one.side != self.stays]
+        numbers = sum(one.head_dim is None for one in streamed)
+        passing = _widths(problem, streamed)
+        results = _widths(problem, (one for one in outputs if one.side == self.stays))
         return Step(
             rows=rows,
             columns=columns,
@@ -213,21 +196,17 @@ class Whole(_Loop):
                 )
                 for i, dim in enumerate(self.products)
             ),
-            kept=rows * sum(_widths(problem, self.keeps)),
+            kept=rows * sum(_widths(problem, kept)),
             results=results,
             score_tiles=self.score_tiles,
             scores=rows * columns,
             changed=rows * columns,  # weights are rounded
             passing=passing,
-            numbers=sum(one not in WIDTHS for one in self.streams),
-            reads=len(self.products) / len(loaded),
+            numbers=numbers,
+            reads=len(self.products) / (len(streamed) - numbers),
             loaded=columns * sum(passing),
             stored_bytes=4 * rows * max(results) if self.splits else 0,
         )
-
-    def _loaded(self, problem: AttentionProblem) -> list[str]:
-        in_keys = self.values_in_keys(problem)
-        return [one for one in self.streams if not (in_keys and one == "v")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,7 +250,13 @@ class Sliced(_Loop):
         """Score tiles that are live together."""
         return self.results
 
-    def step(self, problem: AttentionProblem, config: TileConfig) -> Step:
+    def step(
+        self,
+        problem: AttentionProblem,
+        config: TileConfig,
+        reads: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+    ) -> Step:
         """Return one step on one slice; without a panel, on all slices of a streamed tile."""
         sides = {"block_m": config.rows, "block_n": config.block_n, "block_d": config.block_d}
         rows, columns, depth = (sides[one] for one in (self.rows, self.columns, self.depth))
@@ -317,8 +302,6 @@ class Sliced(_Loop):
 class OverRows(_Loop):
     """The loop of a kernel that passes over its rows once, without matrix products."""
 
-    works_on: tuple[str, ...]
-    """Tensors whose rows are read or written, each word once."""
     joins: bool = False
     """True if a step joins the rows of `block_n` splits, held in fp32."""
     masked = is_fused = False
@@ -330,9 +313,15 @@ class OverRows(_Loop):
         rows = config.block_m
         return f"{rows} row{'s' * (rows > 1)} per program"
 
-    def step(self, problem: AttentionProblem, config: TileConfig) -> Step:
+    def step(
+        self,
+        problem: AttentionProblem,
+        config: TileConfig,
+        reads: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+    ) -> Step:
         """Return one step, on the rows of a program."""
-        results = _widths(problem, self.works_on)
+        results = _widths(problem, (one for one in (*reads, *outputs) if one.is_strided))
         rows = config.rows * config.block_n if self.joins else config.rows
         return Step(
             rows=rows,

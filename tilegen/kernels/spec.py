@@ -8,14 +8,16 @@ neither PyTorch nor SymPy.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from tilegen.kernels.arguments import Argument, Line
+from tilegen.kernels.arguments import Argument, Line, names_of, places, usual_sizes
 from tilegen.kernels.config import BLOCK_SIZES, NUM_STAGES, NUM_WARPS, Dim
-from tilegen.kernels.loops import Knob, Loop, Sliced, Whole
+from tilegen.kernels.loops import Knob, Loop, Sliced, Step, Whole
+from tilegen.kernels.moved import Moved, least_words, read, words, words_of_visits, write
+from tilegen.kernels.tensors import Number, Tensor
 
 if TYPE_CHECKING:
     from tilegen.kernels.config import TileConfig
@@ -26,28 +28,6 @@ Direction = Literal["forward", "backward"]
 Backend = Literal["cudnn", "flash", "efficient"]
 """PyTorch's own kernels of a pass: its cuDNN, FlashAttention and memory-efficient back ends."""
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
-
-
-@dataclass(frozen=True)
-class Moved:
-    """Words of one tensor that a kernel loads, or stores, for one key-value head."""
-
-    tensor: str
-    direction: Literal["read", "write"]
-    words: str
-    """A formula in the symbols of model/symbols.py."""
-    fp32: bool = False
-    """True if words are fp32, whatever the dtype of the problem."""
-
-
-def read(tensor: str, words: str, *, fp32: bool = False) -> Moved:
-    """Create the record of a load."""
-    return Moved(tensor, "read", words, fp32)
-
-
-def write(tensor: str, words: str, *, fp32: bool = False) -> Moved:
-    """Create the record of a store."""
-    return Moved(tensor, "write", words, fp32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,28 +58,24 @@ class KernelSpec:
     """The file of its template, relative to `folder`."""
     title: str
     """First line of the emitted file."""
-    given: tuple[str, ...]
-    """Parameters of `launch`, in order; tensors of masks and scores follow by name."""
-    made: tuple[str, ...]
-    """Tensors that a launch allocates and returns."""
-    parts: dict[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
-    """fp32 tensors that a launch allocates for each split. For each: the tensor with the stationary
-    rows, the tensor whose rows are split, and a tensor with the same head dim."""
-    notes: dict[str, str] = field(default_factory=dict, hash=False)
-    """Shapes and meaning of tensors that only this family has, in words."""
+    inputs: tuple[Tensor | Line | Number, ...]
+    """Parameters of `launch`, in order: tensors, and numbers, in the lines in which a kernel takes
+    them. Tensors of masks and scores follow by name."""
+    outputs: tuple[Tensor, ...]
+    """Tensors that the kernel writes. A launch allocates and returns those that it is not given."""
     tells: Knob | None = None
     """A knob that a launch returns after the tensors, for the next kernel."""
-    lines: tuple[Line, ...]
-    """The function's arguments, without those that masks and scores add."""
     grid: tuple[
         tuple[str, Knob | Literal["group_size", "tile_heads", "split_kv", "split_q"] | int], ...
     ]
     """The size of the grid: the product of ceil(size / divisor) over these pairs."""
     loop: Loop
-    traffic: tuple[Moved, ...]
-    """Words that a launch moves, as counted by a counting build."""
-    floor: tuple[Moved, ...]
-    """Tensors that must move under any schedule: inputs that matter, and all outputs."""
+    own_sizes: Line | None = None
+    """The sizes that the kernel takes, if not heads and the lengths of its tensors."""
+    own_traffic: tuple[Moved, ...] = ()
+    """The traffic of a kernel for which `moved.traffic` is wrong."""
+    own_floor: tuple[Moved, ...] = ()
+    """The least traffic of a kernel for which `moved.floor` is wrong."""
     shows: tuple[str, ...]
     """Outputs of the pass that check this kernel; `dt` stands for the gradients of a score's
     tensors."""
@@ -116,6 +92,76 @@ class KernelSpec:
     """Architectures that the kernel needs, such as sm_90; empty: any architecture."""
     folder: Path | None = None
     """The folder of the kernel's template; None: tilegen's templates."""
+
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors of a launch by name, inputs first."""
+        return {x.name: x for x in (*self.inputs, *self.outputs) if isinstance(x, Tensor)}
+
+    @cached_property
+    def given(self) -> tuple[str, ...]:
+        """The names of the parameters of `launch`, in order."""
+        return tuple(dict.fromkeys(name for one in self.inputs for name in names_of(one)))
+
+    @cached_property
+    def made(self) -> tuple[str, ...]:
+        """The names of the tensors that a launch allocates and returns."""
+        return tuple(one.name for one in self.outputs if one.name not in self.given)
+
+    @cached_property
+    def reads(self) -> tuple[Tensor, ...]:
+        """The tensors that the kernel reads, except tables of pages."""
+        tensors = self.tensors.values()
+        return tuple(one for one in tensors if one not in self.outputs and one.dtype != "i32")
+
+    @cached_property
+    def streamed(self) -> tuple[Tensor, ...]:
+        """The tensors that the kernel reads tile by tile."""
+        return tuple(one for one in self.reads if one.side != self.stays)
+
+    @cached_property
+    def lines(self) -> tuple[Line, ...]:
+        """The function's arguments, without those that masks and scores add."""
+        tensors = self.tensors.values()
+        return (
+            *places(tensors),
+            self.own_sizes or usual_sizes(tensors, self.stays, splits=self.joins),
+            *(one for one in self.inputs if isinstance(one, Line)),
+        )
+
+    @cached_property
+    def traffic(self) -> tuple[Moved, ...]:
+        """Words that a launch moves, as counted by a counting build: stationary tensors move once,
+        streamed tensors at each visit."""
+        # Queries move again for each split, or each tile of scores, in which they are visited.
+        rows = "W_s" if self.splits else "W_q" if self.sliced else ""
+        visits = "g_t*V" if self.packs else "g*V"
+        stationary = (one for one in self.reads if one not in self.streamed)
+        return self.own_traffic or (
+            *(read(one, words(one, rows)) for one in stationary),
+            *(read(one, words_of_visits(one, visits)) for one in self.streamed),
+            *(write(one, words(one)) for one in self.outputs),
+        )
+
+    @cached_property
+    def floor(self) -> tuple[Moved, ...]:
+        """Tensors that must move under any schedule: inputs that matter, and all outputs. Partial
+        results of a split in which nothing is visited need not move."""
+        rows = "n" if self.masked else "N"
+        needed = (one for one in self.reads if not (one.in_parts or one.of_tiles))
+        return self.own_floor or (
+            *(read(one, least_words(one, rows)) for one in needed),
+            *(
+                write(one, least_words(one, "N"))
+                for one in self.outputs
+                if not (one.of_tiles or (one.in_parts and one.head_dim))
+            ),
+        )
+
+    @property
+    def parts(self) -> bool:
+        """True if results are parts, in fp32, one for each split or share."""
+        return self.splits or self.shares
 
     @property
     def fitted_as(self) -> str:
@@ -187,6 +233,27 @@ class KernelSpec:
         """Score tiles that are live together, at least 1."""
         return self.loop.score_tiles
 
+    def step(self, problem: AttentionProblem, config: TileConfig) -> Step:
+        """Return the work of one step of the inner loop."""
+        return self.loop.step(problem, config, self.loaded(problem), self.outputs)
+
+    def streamed_bytes(self, problem: AttentionProblem) -> int:
+        """Return the bytes of one streamed row: K and V, or Q, dO, lse (perhaps in pairs) and
+        delta. It is 0 if head dims are not held whole."""
+        if not self.whole:
+            return 0
+        streamed = [one for one in self.loaded(problem) if one.side != self.stays]
+        numbers = [1 + (one.paired and problem.pair_lse) for one in streamed if not one.head_dim]
+        dims: list[Dim] = [one.head_dim for one in streamed if one.head_dim]
+        return problem.element_bytes * sum(problem.head_dims[dim] for dim in dims) + 4 * sum(
+            numbers
+        )
+
+    def loaded(self, problem: AttentionProblem) -> tuple[Tensor, ...]:
+        """Return the tensors that the kernel reads for a problem: not values that are in keys."""
+        in_keys = self.values_in_keys(problem)
+        return tuple(one for one in self.reads if not (in_keys and one.name == "v"))
+
     def told(self, config: TileConfig) -> int:
         """Return the value of the knob that a launch returns; 0 if it returns none."""
         return getattr(config, self.tells) if self.tells else 0
@@ -224,7 +291,7 @@ class FamilySpec:
     kernels: tuple[KernelSpec, ...]
     run: Callable[..., Any]
     """Launches the kernels. Forward: `run(launch, q, k, v, scale, panel_rows=, pairs=)` returns
-    (out, lse), with `pairs` (batch, heads, 2, seqlen_q) for lse: see `PAIRED` in layout.py.
+    (out, lse), with `pairs` (batch, heads, 2, seqlen_q) for lse: see `Tensor.paired`.
     Backward: `run(launch, q, k, v, dout, lse, delta, scale, panel_rows=, wants_dq=, wants_dkdv=)`
     returns (dq, dk, dv), None for gradients that are not wanted."""
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
-from tilegen.kernels.arguments import COLUMN_TENSORS, PANELS, Argument
+from tilegen.kernels.arguments import Argument
 from tilegen.kernels.config import TileConfig
-from tilegen.kernels.results import LIKE, Extent, extents
+from tilegen.kernels.results import Extent, extents, sources
 from tilegen.kernels.spec import KernelSpec
 
 MAX_ROW_STRIDE = 2**22  # elements; emitted kernels address a tile of rows with 32 bits
@@ -172,7 +172,7 @@ class LaunchText:
     # Sizes and strides
 
     def _read(self, name: str) -> list[str]:
-        axes = range(3 if name in PANELS else 4)
+        axes = range(len(self.spec.tensors[name].sizes))
         sizes, strides = (", ".join(f"{name}_{what}{axis}" for axis in axes) for what in "ns")
         return [f"{sizes} = {name}_shape", f"{strides} = {name}_stride"]
 
@@ -184,8 +184,8 @@ class LaunchText:
             f"{', '.join(n)} = {', '.join(sizes)}",
             f"{', '.join(s)} = {', '.join(' * '.join(n[i + 1 :]) or '1' for i in range(len(n)))}",
         ]
-        if name in LIKE:
-            like, _ = LIKE[name]
+        if self.spec.tensors[name].is_strided:
+            like = sources(self.spec, name)[0].name
             lines.append(f"if {like}_s1 < {like}_s2: {s[1]}, {s[2]} = {n[3]}, {n[1]} * {n[3]}")
         return [*lines, f"{name}_shape, {name}_stride = ({', '.join(n)}), ({', '.join(s)})"]
 
@@ -198,7 +198,7 @@ class LaunchText:
     def _shape(self, name: str) -> tuple[Extent | int, ...]:
         # A kernel with a score takes the scale unchanged, and writes lse in pairs.
         pairs = any(argument.name == "softmax_scale" for argument in self.arguments)
-        return extents(name, self.spec.given, pairs=pairs)
+        return extents(self.spec, name, pairs=pairs)
 
     def _extent(self, extent: Extent) -> str:
         size = extent.of if extent.axis is None else f"{extent.of}_n{extent.axis}"
@@ -208,9 +208,8 @@ class LaunchText:
         return f"-(-{size} // {keys})" if extent.by == "keys" else size
 
     def _dtype(self, name: str) -> str:
-        if name in LIKE:
-            return f"{LIKE[name][0]}.dtype"
-        return "q.dtype" if name in PANELS else "torch.float32"
+        first = sources(self.spec, name)[0].name
+        return "torch.float32" if self.spec.tensors[name].dtype == "fp32" else f"{first}.dtype"
 
     def _check(self) -> list[str]:
         """Return lines that check strides; tests of all strides combined with | are enough."""
@@ -244,7 +243,7 @@ class LaunchText:
     @cached_property
     def _rows(self) -> list[str]:
         """The tensors (batch, heads, rows, head dim) whose strides are arguments."""
-        return [name for name in self._strided if name not in PANELS]
+        return [name for name in self._strided if not self.spec.tensors[name].is_panel]
 
     @cached_property
     def _strided(self) -> list[str]:
@@ -289,7 +288,8 @@ class LaunchText:
         numbers += [
             self._value(x)
             for x in self.arguments
-            if x.taken in ("size", "units") or (x.taken == "stride" and x.of in PANELS)
+            if x.taken in ("size", "units")
+            or (x.taken == "stride" and self.spec.tensors[x.of].is_panel)
         ]
         return f"({' | '.join(numbers)}) >> 31" if numbers else "0"
 
@@ -343,6 +343,6 @@ class LaunchText:
         Triton's own descriptor."""
         name = argument.of
         if argument.taken == "descriptor":
-            rows = self.config.block_n if name in COLUMN_TENSORS else self.config.block_m
+            rows = getattr(self.config, argument.rows)
             return f"launcher.described({name}, {name}_desc, {rows}, {argument.axis})"
         return name if argument.taken == "address" else self._value(argument)

@@ -116,7 +116,7 @@ class Launcher:
         self._function = function
         self._emitted = emitted
         self._is_unfamiliar = False
-        tensors = (*spec.given, *spec.made)
+        tensors = spec.tensors.values()
         sizes = [(spec.by_name.get(name) or size(name, tensors), by) for name, by in launched.grid]
         text = LaunchText(
             spec=spec,

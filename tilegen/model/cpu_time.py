@@ -71,7 +71,7 @@ def levels_of(spec: CpuSpec) -> tuple[Level, Level, Level]:
 def stream_bytes(tiled: Tiled) -> int:
     """Return the bytes that a head streams. A kernel that passes over its rows once streams all of
     a launch."""
-    streams = tiled.task.lengths[1] * tiled.spec.loop.streamed_bytes(tiled.problem)
+    streams = tiled.task.lengths[1] * tiled.spec.streamed_bytes(tiled.problem)
     return streams or bytes_of(traffic(tiled))
 
 

@@ -35,7 +35,7 @@ def lists_and_tables(tiled: Tiled) -> tuple[int, int]:
         # Where matrix instructions read shared memory, forwards were observed to keep one more tile
         # of keys, and backwards a tile of the table.
         keys = problem.head_dim_qk * problem.element_bytes
-        smem += config.block_n * (keys if "out" in whole.accumulates else config.rows)
+        smem += config.block_n * (keys if "out" in spec.shows else config.rows)
     if problem.score and problem.score.changes:
         scores = config.rows * config.block_n
         score = problem.score

@@ -315,7 +315,7 @@ def make_launches(task: KernelTask, device: str) -> list[tuple[Any, ...]]:
             results: list[Any] = []
             for name in spec.made:
                 width = keys if spec.parts else SCORE_WIDTH
-                like = allocate(name, named, 8, width, problem.pair_lse)
+                like = allocate(spec, name, named, 8, width, pairs=problem.pair_lse)
                 # Panels of the same size share a tensor.
                 if (key := (name, like.shape)) not in outputs:
                     outputs[key] = random(like.shape, like.dtype)
