@@ -166,7 +166,7 @@ def test_kernels_whose_loop_takes_splits_have_the_knob_for_them() -> None:
     for spec in KERNELS.values():
         assert (spec.splits or spec.shares) == (spec.knobs.split_kv != (0,)), spec.name
         assert spec.parts == any(x.in_parts for x in spec.outputs), spec.name
-        assert spec.joins == any(one.startswith("partial") for one in spec.given), spec.name
+        assert spec.joins == any(one.startswith("partial") for one in spec.parameters), spec.name
 
 
 def test_score_tiles_hold_whole_steps_of_values() -> None:

@@ -48,7 +48,7 @@ def test_a_result_is_allocated_returned_and_counted() -> None:
 
 def test_an_input_is_a_parameter_with_strides_and_is_counted_as_often_as_its_side_moves() -> None:
     stationary = replace(FWD, inputs=(Q, GATE, *FWD.inputs[1:]))
-    assert stationary.given == ("q", "gate", "k", "v", "softmax_scale")
+    assert stationary.parameters == ("q", "gate", "k", "v", "softmax_scale")
     assert [line.names for line in stationary.lines[1:3]] == [
         "stride_qb, stride_qh, stride_qm",
         "stride_gb, stride_gh, stride_gm",
@@ -74,4 +74,4 @@ def test_a_launch_says_what_it_returns_or_fills(kernel: str) -> None:
     assert names <= set(
         launch.summary.rstrip(".").replace("(", "").replace(")", "").replace(",", "").split()
     )
-    assert set(spec.made) == names - set(spec.given)
+    assert set(spec.allocated) == names - set(spec.parameters)

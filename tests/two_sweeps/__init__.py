@@ -36,7 +36,7 @@ FWD_TWO_SWEEPS = KernelSpec(
         write(OUT, "g*N_q*d_v"),
         write(LSE, "g*N_q"),
     ),
-    shows=("out", "lse"),
+    checked_by=("out", "lse"),
     knobs=Knobs(block_m=(16, 32, 64, 128), block_n=(32, 64), num_stages=(1, 2)),
     like="fwd",
     folder=Path(__file__).parent,

@@ -68,7 +68,7 @@ class Arguments:
     @property
     def given(self) -> str:
         """The parameters of `launch`."""
-        names = [*self.spec.given, *(one.of for line in self.extras for one in line.arguments)]
+        names = [*self.spec.parameters, *(one.of for line in self.extras for one in line.arguments)]
         names = list(dict.fromkeys(names))
         if len(text := ", ".join(names)) + len("def launch():") <= WIDTH:
             return text

@@ -59,14 +59,14 @@ class EmittedLaunch:
     @property
     def allocations(self) -> list[str]:
         """The lines that allocate results."""
-        counts = (self._count(one) for name in self.spec.made for one in self._shape(name))
+        counts = (self._count(one) for name in self.spec.allocated for one in self._shape(name))
         lines = [f"{name} = {value}" for name, value in dict.fromkeys(filter(None, counts))]
-        return lines + [line for name in self.spec.made for line in self._allocation(name)]
+        return lines + [line for name in self.spec.allocated for line in self._allocation(name)]
 
     @property
     def keeps_layout(self) -> bool:
         """Return True if a result has the layout of an argument of the launch."""
-        return any(self.spec.tensors[name].is_strided for name in self.spec.made)
+        return any(self.spec.tensors[name].is_strided for name in self.spec.allocated)
 
     @property
     def grid(self) -> str:
@@ -82,8 +82,8 @@ class EmittedLaunch:
     @property
     def results(self) -> list[str]:
         """The tensors, and the knob if any, that the launch returns."""
-        knob = self.spec.tells
-        return [*self.spec.made, *([f"{knob.upper()}.value"] if knob else [])]
+        knob = self.spec.returns
+        return [*self.spec.allocated, *([f"{knob.upper()}.value"] if knob else [])]
 
     # ----------------------------------------------------------------------------------------------
 
@@ -99,9 +99,9 @@ class EmittedLaunch:
         named = {
             argument.name.removesuffix("_units"): (argument.of, argument.axis)
             for argument in arguments
-            if argument.taken in ("size", "units") and argument.of not in self.spec.made
+            if argument.taken in ("size", "units") and argument.of not in self.spec.allocated
         }
-        for name in (x for x in self.spec.made if not self.spec.tensors[x].is_strided):
+        for name in (x for x in self.spec.allocated if not self.spec.tensors[x].is_strided):
             for extent in self._shape(name):
                 if isinstance(extent, Extent) and extent.axis is not None:
                     named.setdefault(self._name(extent), (extent.of, extent.axis))
@@ -116,7 +116,7 @@ class EmittedLaunch:
         by_tensor: dict[str, dict[int, str]] = {}
         for name, (tensor, axis) in self._named_sizes.items():
             by_tensor.setdefault(tensor, {})[axis] = name
-        for tensor in (name for name in self.spec.given if name in by_tensor):
+        for tensor in (name for name in self.spec.parameters if name in by_tensor):
             axes = by_tensor[tensor]
             if len(axes) > 1:
                 names = (axes.get(i, "_") for i in range(len(self.spec.tensors[tensor].sizes)))

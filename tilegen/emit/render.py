@@ -141,7 +141,7 @@ def environment(*folders: Path) -> jinja2.Environment:
 def _context(
     problem: AttentionProblem, config: TileConfig, spec: KernelSpec, aligned: bool
 ) -> dict[str, Any]:
-    side = spec.stays
+    side = spec.stationary
     unit = stride_unit(problem, aligned)
     function = _function_name(problem, config, spec)
     ranges = ranges_source(problem.mask, side, in_part=spec.loop.in_part)
@@ -150,7 +150,7 @@ def _context(
             f"keys in pages have no lists of tiles, which mask {problem.mask} needs; use the "
             f"problem's normal form, '{problem.normal()}'"
         )
-    keep = keep_source(problem.mask, side, softmax="out" in spec.shows)
+    keep = keep_source(problem.mask, side, softmax="out" in spec.checked_by)
     change = ScoreSource()
     if "scores" in spec.supports:
         precise = problem.dtype == "fp32"

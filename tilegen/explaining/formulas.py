@@ -111,7 +111,7 @@ def dram_bytes(kernel: Kernel, values_in_keys: bool, pairs: bool) -> sp.Expr:
 def kernel_values(tiled: Tiled) -> Values:
     """Return the values of the symbols in the formulas of a kernel's traffic and bounds."""
     task, problem, config = tiled.task, tiled.problem, tiled.config
-    width = task.spec.told(config) or SCORE_WIDTH
+    width = task.spec.returned(config) or SCORE_WIDTH
     counts, splits = visits(tiled), splits_of(tiled)
     return bound_values(task) | {
         V_kv: counts.rows,

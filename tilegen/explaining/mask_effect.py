@@ -21,7 +21,7 @@ def explain_mask(task: KernelTask, chosen: Candidate) -> MaskEffect:
     """Describe the tiles that a kernel visits under the mask, on a GPU or a processor."""
     problem, (stays, streams) = task.problem, task.spec.loop.sides("queries", "keys")
     visits_tiles = task.spec.masked
-    form, (live, whole, dropped) = _form(problem, task.spec.stays)
+    form, (live, whole, dropped) = _form(problem, task.spec.stationary)
     return MaskEffect(
         keep=problem.mask.notation,
         stays=stays,

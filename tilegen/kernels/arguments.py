@@ -165,11 +165,11 @@ def places(tensors: Collection[Tensor]) -> tuple[Line, ...]:
     )
 
 
-def usual_sizes(tensors: Collection[Tensor], stays: Side, *, splits: bool) -> Line:
+def usual_sizes(tensors: Collection[Tensor], stationary: Side, *, splits: bool) -> Line:
     """Return the sizes that kernels take: heads of the stationary side, and lengths of tensors with
     strides. With `splits`, also the number of splits."""
     lengths = {size for one in tensors if one.is_strided for size in one.sizes}
-    names = ["num_heads_kv" if stays == "columns" else "num_heads_q"]
+    names = ["num_heads_kv" if stationary == "columns" else "num_heads_q"]
     names += [size for size in ("seqlen_q", "seqlen_kv") if size in lengths]
     return sizes(" ".join([*names, *(["num_splits"] if splits else [])]), tensors)
 

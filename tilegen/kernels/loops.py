@@ -74,7 +74,7 @@ class Step:
     """Words of an operand that are modified in registers before a product reads them."""
     weighted: bool = False
     """True if the modified words are weights, corrected by the maxima of score tiles."""
-    passing: tuple[int, ...] = ()
+    streamed: tuple[int, ...] = ()
     """Widths of the pieces in which a row of the streamed tile is loaded; none if no tile is
     streamed."""
     numbers: int = 0
@@ -108,7 +108,7 @@ class Step:
 class _Loop:
     """Fields and methods that all three kinds share."""
 
-    stays: Side = "rows"
+    stationary: Side = "rows"
     """The stationary side of the scores; tiles of the other side are streamed."""
     # Kinds whose kernels differ in one of these define a field or a property of the same name.
     masked = is_fused = True
@@ -118,7 +118,7 @@ class _Loop:
     def sides(self, queries: T, keys: T) -> tuple[T, T]:
         """Return the stationary side and the streamed side. The same call turns (stationary,
         streamed) back into (queries, keys)."""
-        return (keys, queries) if self.stays == "columns" else (queries, keys)
+        return (keys, queries) if self.stationary == "columns" else (queries, keys)
 
     def values_in_keys(self, problem: AttentionProblem) -> bool:
         """Return True if values that are columns of keys are read from the loaded keys."""
@@ -165,7 +165,7 @@ class Whole(_Loop):
 
     def tile(self, config: TileConfig) -> str:
         """Describe the stationary and the streamed tile in a phrase."""
-        if self.stays == "rows":
+        if self.stationary == "rows":
             return super().tile(config)
         return f"{config.block_n} key-value rows stay while tiles of {config.block_m} queries pass"
 
@@ -178,11 +178,11 @@ class Whole(_Loop):
     ) -> Step:
         """Return one step: one stationary tile and one streamed tile."""
         rows, columns = self.sides(config.rows, config.block_n)
-        kept = [one for one in reads if one.side == self.stays]
-        streamed = [one for one in reads if one.side != self.stays]
+        kept = [one for one in reads if one.side == self.stationary]
+        streamed = [one for one in reads if one.side != self.stationary]
         numbers = sum(one.head_dim is None for one in streamed)
-        passing = _widths(problem, streamed)
-        results = _widths(problem, (one for one in outputs if one.side == self.stays))
+        widths = _widths(problem, streamed)
+        results = _widths(problem, (one for one in outputs if one.side == self.stationary))
         return Step(
             rows=rows,
             columns=columns,
@@ -201,10 +201,10 @@ class Whole(_Loop):
             score_tiles=self.score_tiles,
             scores=rows * columns,
             changed=rows * columns,  # weights are rounded
-            passing=passing,
+            streamed=widths,
             numbers=numbers,
             reads=len(self.products) / (len(streamed) - numbers),
-            loaded=columns * sum(passing),
+            loaded=columns * sum(widths),
             stored_bytes=4 * rows * max(results) if self.splits else 0,
         )
 
@@ -238,7 +238,7 @@ class Sliced(_Loop):
     @property
     def in_part(self) -> bool:
         """True if the streamed tiles are those of a panel."""
-        return self.panel == "reads" and self.stays == "columns"
+        return self.panel == "reads" and self.stationary == "columns"
 
     @property
     def products(self) -> tuple[Dim, ...]:
@@ -265,7 +265,7 @@ class Sliced(_Loop):
         stored = 0
         if self.panel == "writes":
             stored = rows * columns * problem.element_bytes
-        elif self.stays == "columns":
+        elif self.stationary == "columns":
             stored = 4 * rows * columns * self.results
         return Step(
             rows=rows,
@@ -276,7 +276,7 @@ class Sliced(_Loop):
             scores_after=rows * columns if self.panel == "writes" else 0,
             changed=rows * depth if self.panel == "reads" else 0,  # scaled, or masked
             weighted=self.weighs,
-            passing=(depth,),
+            streamed=(depth,),
             loaded=(rows + columns) * depth,
             stored_bytes=stored,
         )
@@ -292,7 +292,7 @@ class Sliced(_Loop):
             score_tiles=1,
             scores=rows * columns,
             changed=rows * columns,
-            passing=(depth,),
+            streamed=(depth,),
             loaded=(rows + columns) * depth,
             loads=slices,
         )

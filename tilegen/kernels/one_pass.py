@@ -47,7 +47,7 @@ BWD_ONE_PASS = replace(
         write(SHARED_DQ, "g*V_q*d_qk"),
     ),
     own_floor=(*BWD_DKDV.floor, write(SHARED_DQ, "g*N_q*d_qk")),
-    shows=("dq", "dk", "dv", "dt"),
+    checked_by=("dq", "dk", "dv", "dt"),
     knobs=replace(TILES, split_kv=SPLITS[SPLITS.index(TILES.block_n[-1]) :]),
     supports=BWD_DKDV.supports | {"training"},
     like=BWD_DKDV.name,

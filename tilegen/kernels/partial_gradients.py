@@ -27,6 +27,6 @@ BWD_DQ_SUM = KernelSpec(
     outputs=(DQ,),
     grid=(("seqlen_q", "block_m"), ("num_heads_q", 1), ("batch", 1)),
     loop=OverRows(joins=True),
-    shows=("dq",),
+    checked_by=("dq",),
     knobs=Knobs(block_m=(1, 2, 4, 8, 16), block_n=(2, 4, 8, 16), num_warps=(4,), num_stages=(1,)),
 )

@@ -27,7 +27,7 @@ FWD = KernelSpec(
         score_tiles=1,
         takes_latent=True,
     ),
-    shows=("out", "lse"),
+    checked_by=("out", "lse"),
     described=("k", "v"),
     supports=frozenset({"scores", "dropout", "sinks"}),
 )

@@ -45,7 +45,9 @@ class Extent:
 def sources(spec: KernelSpec, name: str) -> list[Tensor]:
     """Return the inputs from which a result's sizes are read. The first has its layout."""
     result = spec.tensors[name]
-    strided = (one for one in spec.tensors.values() if one.is_strided and one.name in spec.given)
+    strided = (
+        one for one in spec.tensors.values() if one.is_strided and one.name in spec.parameters
+    )
     return sorted(
         strided,
         key=lambda one: (
@@ -65,7 +67,7 @@ def extents(spec: KernelSpec, name: str, *, pairs: bool) -> tuple[Extent | int, 
     def extent(size: str) -> Extent:
         by: By = _ROUNDED.get(size, "")
         if by:
-            keys = "longest_kv" if "longest_kv" in spec.given else "seqlen_kv"
+            keys = "longest_kv" if "longest_kv" in spec.parameters else "seqlen_kv"
             size = "seqlen_q" if result.side == "columns" else keys
         of = next((one for one in inputs if size in one.sizes), None)
         return Extent(of.name, of.sizes.index(size), by) if of else Extent(size, None, by)

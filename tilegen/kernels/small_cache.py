@@ -56,7 +56,7 @@ FWD_SCORES = KernelSpec(
     title="Attention forward, small cache: the weights of a panel of query rows.",
     inputs=(Q, K, _OF_PANEL, SCALE_IN_BASE_2),
     outputs=(WEIGHTS, MAXIMA, SUMS),
-    tells="block_n",
+    returns="block_n",
     grid=(("num_rows", "block_m"), ("seqlen_kv", "block_n"), ("num_heads", 1)),
     loop=Sliced(
         rows="block_m",
@@ -66,7 +66,7 @@ FWD_SCORES = KernelSpec(
         loops=True,
         panel="writes",
     ),
-    shows=("out", "lse"),
+    checked_by=("out", "lse"),
     # A score tile is at least as wide as any step of the values kernel.
     knobs=Knobs(block_m=(16, 32, 64, 128), block_n=(64, 128, 256), block_d=(32, 64, 128)),
     supports=frozenset({"scores", "dropout"}),
@@ -104,7 +104,7 @@ FWD_VALUES = KernelSpec(
         write(OUT, "g*N_q*d_v"),
         write(LSE, "g*N_q"),
     ),
-    shows=("out", "lse"),
+    checked_by=("out", "lse"),
     knobs=Knobs(block_m=(16, 32, 64, 128), block_n=(16, 32, 64), block_d=(32, 64, 128, 256)),
     supports=frozenset({"sinks"}),
 )
@@ -128,7 +128,7 @@ BWD_SCORES = KernelSpec(
         loops=True,
         panel="writes",
     ),
-    shows=("dq", "dk", "dv", "dt"),
+    checked_by=("dq", "dk", "dv", "dt"),
     knobs=Knobs(block_m=(16, 32, 64, 128), block_n=(32, 64, 128), block_d=(32, 64)),
     supports=frozenset({"scores", "dropout", "training"}),
 )
@@ -155,7 +155,7 @@ BWD_COLUMNS = KernelSpec(
     ),
     grid=(("head_dim", "block_d"), ("seqlen_kv", "block_n"), ("num_heads", "group_size")),
     loop=Sliced(
-        stays="columns",
+        stationary="columns",
         rows="block_n",
         columns="block_d",
         depth="block_m",
@@ -182,7 +182,7 @@ BWD_COLUMNS = KernelSpec(
         write(DK, "N_kv*d_qk"),
         write(DV, "N_kv*d_v"),
     ),
-    shows=("dk", "dv"),
+    checked_by=("dk", "dv"),
     knobs=Knobs(block_m=(16, 32, 64), block_n=(32, 64, 128), block_d=(32, 64, 128)),
 )
 
@@ -210,7 +210,7 @@ BWD_ROWS = KernelSpec(
         read(K, "g*V_kv*d_qk"),
         write(DQ, "g*N_q*d_qk"),
     ),
-    shows=("dq",),
+    checked_by=("dq",),
     knobs=Knobs(block_m=(16, 32, 64, 128), block_n=(16, 32, 64), block_d=(32, 64, 128, 256)),
 )
 

@@ -63,7 +63,7 @@ class KernelSpec:
     them. Tensors of masks and scores follow by name."""
     outputs: tuple[Tensor, ...]
     """Tensors that the kernel writes. A launch allocates and returns those that it is not given."""
-    tells: Knob | None = None
+    returns: Knob | None = None
     """A knob that a launch returns after the tensors, for the next kernel."""
     grid: tuple[
         tuple[str, Knob | Literal["group_size", "tile_heads", "split_kv", "split_q"] | int], ...
@@ -76,7 +76,7 @@ class KernelSpec:
     """The traffic of a kernel for which `moved.traffic` is wrong."""
     own_floor: tuple[Moved, ...] = ()
     """The least traffic of a kernel for which `moved.floor` is wrong."""
-    shows: tuple[str, ...]
+    checked_by: tuple[str, ...]
     """Outputs of the pass that check this kernel; `dt` stands for the gradients of a score's
     tensors."""
     described: tuple[str, ...] = ()
@@ -99,14 +99,14 @@ class KernelSpec:
         return {x.name: x for x in (*self.inputs, *self.outputs) if isinstance(x, Tensor)}
 
     @cached_property
-    def given(self) -> tuple[str, ...]:
+    def parameters(self) -> tuple[str, ...]:
         """The names of the parameters of `launch`, in order."""
         return tuple(dict.fromkeys(name for one in self.inputs for name in names_of(one)))
 
     @cached_property
-    def made(self) -> tuple[str, ...]:
+    def allocated(self) -> tuple[str, ...]:
         """The names of the tensors that a launch allocates and returns."""
-        return tuple(one.name for one in self.outputs if one.name not in self.given)
+        return tuple(one.name for one in self.outputs if one.name not in self.parameters)
 
     @cached_property
     def reads(self) -> tuple[Tensor, ...]:
@@ -117,7 +117,7 @@ class KernelSpec:
     @cached_property
     def streamed(self) -> tuple[Tensor, ...]:
         """The tensors that the kernel reads tile by tile."""
-        return tuple(one for one in self.reads if one.side != self.stays)
+        return tuple(one for one in self.reads if one.side != self.stationary)
 
     @cached_property
     def lines(self) -> tuple[Line, ...]:
@@ -125,7 +125,7 @@ class KernelSpec:
         tensors = self.tensors.values()
         return (
             *places(tensors),
-            self.own_sizes or usual_sizes(tensors, self.stays, splits=self.joins),
+            self.own_sizes or usual_sizes(tensors, self.stationary, splits=self.joins),
             *(one for one in self.inputs if isinstance(one, Line)),
         )
 
@@ -179,9 +179,9 @@ class KernelSpec:
         return self.loop if isinstance(self.loop, Whole) else None
 
     @property
-    def stays(self) -> Side:
+    def stationary(self) -> Side:
         """The stationary side of the scores; tiles of the other side are streamed."""
-        return self.loop.stays
+        return self.loop.stationary
 
     @property
     def masked(self) -> bool:
@@ -206,7 +206,7 @@ class KernelSpec:
     @property
     def split_name(self) -> str:
         """The name of the rows of a split: `split_q` if queries are split, otherwise `split_kv`."""
-        return "split_q" if self.splits and self.stays == "columns" else "split_kv"
+        return "split_q" if self.splits and self.stationary == "columns" else "split_kv"
 
     @property
     def joins(self) -> bool:
@@ -242,7 +242,7 @@ class KernelSpec:
         delta. It is 0 if head dims are not held whole."""
         if not self.whole:
             return 0
-        streamed = [one for one in self.loaded(problem) if one.side != self.stays]
+        streamed = [one for one in self.loaded(problem) if one.side != self.stationary]
         numbers = [1 + (one.paired and problem.pair_lse) for one in streamed if not one.head_dim]
         dims: list[Dim] = [one.head_dim for one in streamed if one.head_dim]
         return problem.element_bytes * sum(problem.head_dims[dim] for dim in dims) + 4 * sum(
@@ -254,9 +254,9 @@ class KernelSpec:
         in_keys = self.values_in_keys(problem)
         return tuple(one for one in self.reads if not (in_keys and one.name == "v"))
 
-    def told(self, config: TileConfig) -> int:
+    def returned(self, config: TileConfig) -> int:
         """Return the value of the knob that a launch returns; 0 if it returns none."""
-        return getattr(config, self.tells) if self.tells else 0
+        return getattr(config, self.returns) if self.returns else 0
 
     def values_in_keys(self, problem: AttentionProblem) -> bool:
         """Return True if the kernel reads a problem's values from keys that it has loaded."""

@@ -59,8 +59,8 @@ BWD_DKDV_SUM = replace(
     inputs=(*_PARTS_OF_KEYS, DK, DV, factor("softmax_scale")),
     outputs=(DK, DV),
     grid=(("seqlen_kv", "block_m"), ("num_heads_kv", 1), ("batch", 1)),
-    loop=OverRows(stays="columns", joins=True),
-    shows=("dk", "dv"),
+    loop=OverRows(stationary="columns", joins=True),
+    checked_by=("dk", "dv"),
 )
 
 BWD_DQ_SPLIT = replace(

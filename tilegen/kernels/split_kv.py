@@ -58,7 +58,7 @@ FWD_SPLIT = KernelSpec(
         splits=True,
         takes_latent=True,
     ),
-    shows=("out", "lse"),
+    checked_by=("out", "lse"),
     described=("k", "v"),
     knobs=Knobs(
         block_m=(16, 32, 64, 128),
@@ -124,7 +124,7 @@ FWD_COMBINE = KernelSpec(
     outputs=(OUT, LSE),
     grid=(("seqlen_q", "block_m"), ("num_heads_q", 1), ("batch", 1)),
     loop=OverRows(joins=True),
-    shows=("out", "lse"),
+    checked_by=("out", "lse"),
     knobs=Knobs(block_m=(1,), block_n=(16, 32), num_warps=(1, 4), num_stages=(1,)),
     supports=frozenset({"order", "sinks"}),
 )

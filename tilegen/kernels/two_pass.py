@@ -39,7 +39,7 @@ BWD_PREPROCESS = KernelSpec(
     outputs=(DELTA,),
     grid=(("seqlen_q", "block_m"), ("num_heads_q", 1), ("batch", 1)),
     loop=OverRows(),
-    shows=("dq", "dk", "dv", "dt", "dsinks"),  # delta is seen in all of them
+    checked_by=("dq", "dk", "dv", "dt", "dsinks"),  # delta is seen in all of them
     knobs=Knobs(block_n=BLOCK_SIZES[:1], num_stages=(1,)),  # nothing to pipeline or stream
 )
 
@@ -51,11 +51,11 @@ BWD_DKDV = KernelSpec(
     outputs=(DK, DV),
     grid=(("seqlen_kv", "block_n"), ("num_heads_kv", 1), ("batch", 1)),
     loop=Whole(
-        stays="columns",
+        stationary="columns",
         products=("qk", "v", "v", "qk"),  # S, dP; dV += P^T dO, dK += dS^T Q
         score_tiles=2,
     ),
-    shows=("dk", "dv"),
+    checked_by=("dk", "dv"),
     described=("q", "dout"),
     supports=frozenset({"scores", "dropout"}),
 )
@@ -71,7 +71,7 @@ BWD_DQ = KernelSpec(
         products=("qk", "v", "qk"),  # S, dP; dQ += dS K
         score_tiles=2,
     ),
-    shows=("dq", "dt"),
+    checked_by=("dq", "dt"),
     described=("k", "v"),
     supports=frozenset({"scores", "dropout", "training"}),
 )

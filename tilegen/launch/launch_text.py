@@ -1,6 +1,6 @@
 """Generate the Python of a launch for one kernel from the records of its arguments.
 
-A record tells from which tensor an argument is taken, and which of its properties it is. The
+A record holds from which tensor an argument is taken, and which of its properties it is. The
 generated code therefore looks nothing up at a call. Values that depend on sizes and strides are
 cached until a launch has other sizes: the layers of a model usually share them. The emitted
 `launch`, which tilegen.emit.launch prints from the same records, is for readers.
@@ -58,11 +58,11 @@ class LaunchText:
             *(
                 line
                 for name in self._strided
-                if name not in self.spec.made
+                if name not in self.spec.allocated
                 for line in self._read(name)
             ),
             *(f"{name}_n{axis} = {name}_shape[{axis}]" for name, axis in self._other_sizes),
-            *(line for name in self.spec.made for line in self._make(name)),
+            *(line for name in self.spec.allocated for line in self._make(name)),
             *(
                 f"if {name}_n{axis} == 1: {name}_s{axis} = {self._idle_stride(name)}"
                 for name in self._rows
@@ -83,12 +83,12 @@ class LaunchText:
 
     def _launch(self) -> str:
         extras_as_keywords = "".join(f", {name}" for name in self.extras)
-        tells = self.spec.tells
-        results = [*self.spec.made, *([str(getattr(self.config, tells))] if tells else [])]
-        emitted = [*self.spec.given, "laid=laid", *(f"{name}={name}" for name in self.extras)]
+        knob = self.spec.returns
+        results = [*self.spec.allocated, *([str(getattr(self.config, knob))] if knob else [])]
+        emitted = [*self.spec.parameters, "laid=laid", *(f"{name}={name}" for name in self.extras)]
         body = [
-            f"device = {self.spec.given[0]}.device",
-            f"empty = empty_on_gpu if {self.spec.given[0]}.is_cuda else empty_on_cpu",
+            f"device = {self.spec.parameters[0]}.device",
+            f"empty = empty_on_gpu if {self.spec.parameters[0]}.is_cuda else empty_on_cpu",
             f"facts = {', '.join(self._facts.values())},",
             "known, values = launcher.arranged",  # one assignment: other threads may call too
             "if known != facts:",
@@ -97,7 +97,7 @@ class LaunchText:
             f"{', '.join(self._arranged_names)} = values",
             *(
                 f"{name} = empty({name}_shape, {name}_stride, {self._dtype(name)})"
-                for name in self.spec.made
+                for name in self.spec.allocated
             ),
             *(f"{name}_at = {name}.data_ptr()" for name in self._addresses),
             *(
@@ -114,7 +114,7 @@ class LaunchText:
             f"run(grid, [{self._all(self._shown if self.takes_tensors else self._value)}], device)",
             *([f"return {', '.join(results)}"] if results else []),
         ]
-        head = f"def launch({', '.join(self.spec.given)}, *, laid=None{extras_as_keywords}):"
+        head = f"def launch({', '.join(self.spec.parameters)}, *, laid=None{extras_as_keywords}):"
         return "\n    ".join([head, *body]) + "\n"
 
     # ----------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ class LaunchText:
         # The kernel may take no strides of v, if values are in keys; `laid` has them nevertheless.
         strided = [x.of for x in self.spec.by_name.values() if x.taken == "stride"]
         strided += self._strided
-        return [name for name in dict.fromkeys(strided) if name not in self.spec.made]
+        return [name for name in dict.fromkeys(strided) if name not in self.spec.allocated]
 
     @cached_property
     def _laid(self) -> list[str]:
@@ -142,13 +142,13 @@ class LaunchText:
         return (
             ({"laid": f"laid or ({', '.join(own)})"} if own else {})
             | {f"{name}_shape": f"{name}.shape" for name in others}
-            | {name: name for name in _COUNTS if name in self.spec.given}
+            | {name: name for name in _COUNTS if name in self.spec.parameters}
         )
 
     @property
     def _arranged_names(self) -> list[str]:
         """The results of `arranged`."""
-        made = (f"{name}_{what}" for name in self.spec.made for what in ("shape", "stride"))
+        made = (f"{name}_{what}" for name in self.spec.allocated for what in ("shape", "stride"))
         tiled = (f"{name}_tiled" for name in self._described)
         return ["grid", "is_wide", *made, *tiled, *(name for name, _ in self._groups if name)]
 
@@ -255,11 +255,11 @@ class LaunchText:
         """The sizes that arguments or results need of tensors whose strides are not arguments."""
         taken = (*self.arguments, *(argument for argument, _ in self.grid))
         sizes = [(x.of, x.axis) for x in taken if x.taken in ("size", "units")]
-        extents_of = (extent for name in self.spec.made for extent in self._shape(name))
+        extents_of = (extent for name in self.spec.allocated for extent in self._shape(name))
         sizes += [
             (x.of, x.axis) for x in extents_of if isinstance(x, Extent) and x.axis is not None
         ]
-        known = (*self._strided, *self.spec.made)
+        known = (*self._strided, *self.spec.allocated)
         return list(dict.fromkeys(size for size in sizes if size[0] not in known))
 
     @cached_property
@@ -271,7 +271,7 @@ class LaunchText:
     @cached_property
     def _addresses(self) -> list[str]:
         """The tensors whose addresses are arguments, except those of masks and scores."""
-        named = (*self.spec.given, *self.spec.made)
+        named = (*self.spec.parameters, *self.spec.allocated)
         taken = [argument.of for argument in self.arguments if argument.taken == "address"]
         return [name for name in taken if name in named]
 

@@ -110,7 +110,7 @@ def bytes_of(moved: Traffic) -> int:
 def state_bytes(step: Step, tiled: Tiled, word: int) -> float:
     """Return the bytes that a step works on: operands that stay, results, scores and panels, whose
     words have `word` bytes."""
-    packed = step.columns * sum(step.passing) * _packings(step)
+    packed = step.columns * sum(step.streamed) * _packings(step)
     panels = word * (step.kept + packed)
     if tiled.spec.shares:  # dQ in memory
         panels += 4 * step.columns * tiled.problem.head_dim_qk
@@ -139,7 +139,7 @@ def terms_of(tiled: Tiled) -> dict[str, float]:
         added = step.columns * problem.head_dim_qk
     state = step_bytes(tiled)
     moved, inputs = traffic_seconds(tiled, spec), first_seconds(tiled, spec)
-    packing = step.columns * sum(step.passing) * _packings(step) * steps / elements
+    packing = step.columns * sum(step.streamed) * _packings(step) * steps / elements
     if is_thin(tiled):
         # Nothing is packed, and products wait for memory.
         moved, inputs, packing, narrow = 0.0, moved + inputs, 0.0, 0.0
@@ -205,7 +205,7 @@ def weights_of(tiled: Tiled) -> Mapping[str, float]:
 
 
 def _packings(step: Step) -> float:
-    """Return how often a passing tile is packed: by each product that reads it, but as a left
+    """Return how often a streamed tile is packed: by each product that reads it, but as a left
     operand only once more."""
     return min(2.0, step.reads)
 

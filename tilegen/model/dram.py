@@ -249,7 +249,7 @@ def _(loop: Sliced, tiled: Tiled, moved: Traffic, *_: Any) -> int:
     task = tiled.task
     key = "slices in DRAM", task.kernel, task.gpu
     most = task.memo.once(key, lambda: _most_of_slices(task, loop))
-    if not loop.panel or loop.stays == "columns":
+    if not loop.panel or loop.stationary == "columns":
         return most
     return min(most, moved.read_bytes + moved.write_bytes)
 
@@ -265,7 +265,7 @@ def _most_of_slices(task: KernelTask, loop: Sliced) -> int:
     moved = sum(term.tensor.is_panel for term in task.spec.traffic)
     panels = 0 if held <= l2_bytes else moved * task.heads_q * mask.entries
     sweeps = 1
-    if loop.stays == "rows" and held + problem.seqlen_kv * width * size > l2_bytes:
+    if loop.stationary == "rows" and held + problem.seqlen_kv * width * size > l2_bytes:
         sweeps = max(1, -(-problem.group_size * problem.seqlen_q // of_panel))
     return (panels + rows + sweeps * columns) * size
 
@@ -305,7 +305,7 @@ def _streams(tiled: Tiled, in_flight: int, order: Order | None) -> _Streams:
     heads = task.heads_kv
     order = order or order_of(task)
     started = heads_together(problem, task.spec) if order == "heavy_first" else heads
-    side, loop, of_group = task.spec.stays, task.spec.loop, task.heads_of_group
+    side, loop, of_group = task.spec.stationary, task.spec.loop, task.heads_of_group
     programs = of_group * counts.programs
     _, rows = loop.sides(size.rows, size.columns)
     once = task.spec.streamed_bytes(problem) * rows * (problem.group_size // of_group)
@@ -333,7 +333,7 @@ def _streams(tiled: Tiled, in_flight: int, order: Order | None) -> _Streams:
 def _rows_seen(task: KernelTask, programs: int, together: int) -> float:
     """Compute the mean number of rows that `together` adjacent programs of a head stream, treating
     them as one tile."""
-    problem, mask, side = task.problem, task.problem.mask, task.spec.stays
+    problem, mask, side = task.problem, task.problem.mask, task.spec.stationary
     block = together * -(-task.lengths[0] // programs)
     fine = 1
     if not is_solved(mask, side):  # counted from lists, which are made of smaller tiles

@@ -63,9 +63,9 @@ def _shared_whole(rules: Family, work: Step, tiled: Tiled) -> int:
     problem, config = tiled.problem, tiled.config
     size = problem.element_bytes
     exact, in_place = size == 4, in_place_of(rules, work, size)
-    width = sum(work.passing)
+    width = sum(work.streamed)
     if rules.kept_leave:
-        chunk = max(work.passing)
+        chunk = max(work.streamed)
         buffered = width * (config.num_stages - 1) or chunk
         return max(work.rows * chunk, work.columns * (buffered + work.rows)) * size
     vectors, buffers = 0, _buffers(rules, config, in_place=in_place)
@@ -78,8 +78,8 @@ def _shared_whole(rules: Family, work: Step, tiled: Tiled) -> int:
         buffered = buffers * width
         vectors = 4 * work.numbers * buffers * work.columns
         if in_place:
-            split = len(work.passing) > 2  # then the wider chunks are kept once more
-            copied = width + 2 * max(work.passing) * split
+            split = len(work.streamed) > 2  # then the wider chunks are kept once more
+            copied = width + 2 * max(work.streamed) * split
             buffered += rules.once_more.get(tiled.spec.fitted_as, 0.0) * copied
             if rules.tensor_memory and tiled.task.values_in_keys:
                 buffered += 2 * problem.head_dim_v  # columns of keys, in another layout, twice

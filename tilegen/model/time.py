@@ -217,7 +217,7 @@ def time(tiled: Tiled, needs: Footprint, code: StepClocks | None = None) -> Time
         waves=waves,
         dram_bytes=dram,
         flops=int(2 * run.steps * work.multiply_adds),
-        busy_seconds=programs if work.passing else 0.0,
+        busy_seconds=programs if work.streamed else 0.0,
         left_seconds=left,
         idle=idle,
     )
@@ -256,7 +256,7 @@ def _program_clocks(tiled: Tiled, clk: StepClocks, local: float, *, together: in
     rates, work = rates_of(gpu.arch), tiled.step
     latency = rates.latency_seconds * gpu.clock_hz / together
     softmax = max(clk.issue + run.masked * clk.masking, clk.exp)
-    ahead = config.num_stages - 1 if work.passing else 0
+    ahead = config.num_stages - 1 if work.streamed else 0
     wait = latency / max(ahead, 1)
     if rates.exposed:
         warps = config.num_warps * together
@@ -274,7 +274,7 @@ def _program_clocks(tiled: Tiled, clk: StepClocks, local: float, *, together: in
     return ProgramClocks(
         step=_overlapped(busy, smem, wait * work.loads) + local,
         latency=latency,
-        epilogue=rates.epilogue * work.result_words / together if work.passing else 0.0,
+        epilogue=rates.epilogue * work.result_words / together if work.streamed else 0.0,
         wait=wait * work.loads,
         exp_after=work.scores_after / gpu.exp_per_clk_per_sm,
         issue_after=after * work.scores_after / ISSUE_PER_CLK,

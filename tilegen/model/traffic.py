@@ -141,7 +141,7 @@ def traffic_of(
     """
     task, problem, config = tiled.task, tiled.problem, tiled.config
     counts, splits = visits(tiled, aligned=aligned), splits_of(tiled)
-    width = task.spec.told(config) or score_width
+    width = task.spec.returned(config) or score_width
     rows = task.heads_q * problem.seqlen_q
     arguments = (
         task.heads_kv,

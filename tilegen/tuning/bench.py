@@ -311,16 +311,16 @@ def make_launches(task: KernelTask, device: str) -> list[tuple[Any, ...]]:
         def launch(*arguments: Any) -> Any:
             if spec.name == kernel:
                 recorded.append(arguments)
-            named = dict(zip(spec.given, arguments, strict=True))
+            named = dict(zip(spec.parameters, arguments, strict=True))
             results: list[Any] = []
-            for name in spec.made:
+            for name in spec.allocated:
                 width = keys if spec.parts else SCORE_WIDTH
                 like = allocate(spec, name, named, 8, width, pairs=problem.pair_lse)
                 # Panels of the same size share a tensor.
                 if (key := (name, like.shape)) not in outputs:
                     outputs[key] = random(like.shape, like.dtype)
                 results.append(outputs[key])
-            results += [SCORE_WIDTH] if spec.tells else []
+            results += [SCORE_WIDTH] if spec.returns else []
             return results[0] if len(results) == 1 else tuple(results)
 
         return launch
@@ -337,7 +337,7 @@ def make_launches(task: KernelTask, device: str) -> list[tuple[Any, ...]]:
         return recorded
     out, dout = random((*rows, v_dim)), random((*rows, v_dim))
     delta = delta_of(launches, out, dout)
-    if "delta" not in task.spec.made:
+    if "delta" not in task.spec.allocated:
         # The lse of a dense forward on such inputs, whose logits are normal with variance 1.
         pair = (2,) if problem.pair_lse else ()
         shape = *rows[:2], *pair, rows[2]
@@ -390,7 +390,7 @@ def _trouble(
         checks = verify(problem, configs, device=device)
     except Exception as error:  # as in `measure`: any error of a kernel is a result
         return survived(error)
-    shown = KERNELS[kernel].shows
+    shown = KERNELS[kernel].checked_by
     own = (check for check in checks if check.tensor.rstrip("0123456789") in shown)
     wrong = [str(check) for check in own if not check.ok]
     return Measurement(status="wrong", message=one_line(wrong[0])) if wrong else None
