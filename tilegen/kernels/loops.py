@@ -126,8 +126,8 @@ class _Loop:
 
     def tile(self, config: TileConfig) -> str:
         """Describe the stationary and the streamed tile in a phrase."""
-        rows = "1 query row stays" if config.block_m == 1 else f"{config.block_m} query rows stay"
-        return f"{rows}, {config.block_n} keys pass at a time"
+        rows = f"{config.block_m} query row{'s' * (config.block_m > 1)}"
+        return f"{rows} stationary, tiles of {config.block_n} keys streamed"
 
 
 def _widths(problem: AttentionProblem, tensors: Iterable[Tensor]) -> tuple[int, ...]:
@@ -167,7 +167,8 @@ class Whole(_Loop):
         """Describe the stationary and the streamed tile in a phrase."""
         if self.stationary == "rows":
             return super().tile(config)
-        return f"{config.block_n} key-value rows stay while tiles of {config.block_m} queries pass"
+        rows = f"{config.block_n} key-value rows"
+        return f"{rows} stationary, tiles of {config.block_m} queries streamed"
 
     def step(
         self,
