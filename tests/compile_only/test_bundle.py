@@ -13,7 +13,7 @@ import pytest
 
 from tests import warm
 from tests.used import used
-from tilegen.bundles.building import Made, generate
+from tilegen.bundles.building import BuiltKernel, generate
 from tilegen.bundles.folder import NOTES
 from tilegen.bundles.manifest import Manifest
 from tilegen.bundles.served import Bundle
@@ -46,7 +46,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 @pytest.mark.usefixtures("shared_compiler", "small_tiles")
 def test_generate_writes_kernels_binaries_and_a_manifest(tmp_path: Path) -> None:
-    seen: list[Made] = []
+    seen: list[BuiltKernel] = []
     path = generate(
         [PROBLEM, PROBLEM], [gpu("h200"), gpu("mi300x")], tmp_path, on_kernel=seen.append
     )
@@ -224,7 +224,7 @@ def test_the_first_that_fits_is_taken() -> None:
 def test_a_compiler_that_dies_is_a_value_and_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Aborts inside LLVM end the process; the kernels after it still compile."""
     rendered = render(PROBLEM, TileConfig(block_m=16, block_n=16))
-    worker = workers.Worker()
+    worker = workers.CompileWorker()
     try:
         process = worker._start()
         os.kill(process.pid, signal.SIGKILL)

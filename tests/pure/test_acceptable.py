@@ -9,7 +9,7 @@ import pytest
 
 from tests.used import STEP, used
 from tilegen import pipeline
-from tilegen.choose.choice import Ranked
+from tilegen.choose.choice import Shortlist
 from tilegen.choose.ranker import by_lower_bound, propose, time_as_compiled
 from tilegen.compiling import compiler
 from tilegen.compiling.acceptable import MOST_LOCAL, acceptable, first_that_fits, objection
@@ -164,7 +164,7 @@ def test_registers_of_a_tile_tell_of_its_other_stages() -> None:
     task = KernelTask.of("bwd_dq", problem, H200)
     asked = by_lower_bound(task, top=MAX_COMPILES)
     alike = [one for one in asked if replace(one.config, num_stages=4) == tile]
-    ranked = Ranked(task, tuple(one.config for one in alike), "model", "", tuple(alike))
+    ranked = Shortlist(task, tuple(one.config for one in alike), "model", "", tuple(alike))
 
     def compiled(registers: int) -> tuple[TileConfig, int]:
         def compile_(tiled: Tiled) -> Resources:
@@ -193,7 +193,7 @@ def test_a_tile_that_is_slower_as_compiled_is_not_compiled_with_other_stages() -
         code = replace(STEP, exposed=STEP.instructions)
         return used(shared_bytes=needs.smem_bytes, step_code=code)
 
-    ranked = Ranked(KernelTask.of("bwd_dkdv", PROBLEM, H200), tuple(stages), "model", "", alike)
+    ranked = Shortlist(KernelTask.of("bwd_dkdv", PROBLEM, H200), tuple(stages), "model", "", alike)
     choice = pipeline.best_acceptable(ranked, compile_)
     assert choice.seconds[tile] > 1.2 * first.estimate.cost
     assert asked == [stages[0], stages[3]]
@@ -248,7 +248,7 @@ def test_another_tile_is_compiled_before_the_same_with_other_stages() -> None:
         return used(spill_bytes=MOST_SPILLED + 8 if tiled.config == wide else 0)
 
     task = KernelTask.of("bwd_dq", PROBLEM, H200)
-    given = pipeline.Ranked(task, tuple(ranked), "model", "the model", tuple(candidates))
+    given = pipeline.Shortlist(task, tuple(ranked), "model", "the model", tuple(candidates))
     chosen = pipeline.best_acceptable(given, compile)
     assert asked[:2] == [wide, narrow]
     assert chosen.config != wide

@@ -14,7 +14,7 @@ from tilegen.errors import Unsupported
 from tilegen.kernels.config import TileConfig
 from tilegen.problem import AttentionProblem
 from tilegen.store import Location, TuningRecord, list_records, save, upkeep
-from tilegen.store.transfer import Wanted, export, import_, merge, promote, summary
+from tilegen.store.transfer import Selection, export, import_, merge, promote, summary
 from tilegen.store.trials import Conditions, Trial, join_trials, trial_line
 from tilegen.store.upkeep import check, prune
 from tilegen.tuning.measure import Measurement
@@ -131,14 +131,16 @@ def test_a_record_of_another_tilegen_at_the_target_stays_and_the_rest_goes_on(
 @pytest.mark.parametrize(
     "wanted, names",
     [
-        (Wanted(), {"h200/fwd", "h200/bwd_dq", "a100/fwd", "trials/h200"}),
-        (Wanted(gpu="a100"), {"a100/fwd"}),
-        (Wanted(kernel="fwd"), {"h200/fwd", "a100/fwd", "trials/h200"}),
-        (Wanted(gpu="h200", kernel="bwd_dq"), {"h200/bwd_dq"}),
+        (Selection(), {"h200/fwd", "h200/bwd_dq", "a100/fwd", "trials/h200"}),
+        (Selection(gpu="a100"), {"a100/fwd"}),
+        (Selection(kernel="fwd"), {"h200/fwd", "a100/fwd", "trials/h200"}),
+        (Selection(gpu="h200", kernel="bwd_dq"), {"h200/bwd_dq"}),
     ],
     ids=["all", "gpu", "kernel", "both"],
 )
-def test_only_selected_records_are_moved(tmp_path: Path, wanted: Wanted, names: set[str]) -> None:
+def test_only_selected_records_are_moved(
+    tmp_path: Path, wanted: Selection, names: set[str]
+) -> None:
     for kept in (RECORD, record(kernel="bwd_dq"), record(gpu="a100", arch="sm_80")):
         place(tmp_path / "a", kept)
     log_of(tmp_path / "a").append(trial(CONFIGS[0], 100.0))

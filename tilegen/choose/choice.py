@@ -21,7 +21,7 @@ Origin = Literal["agreement", "record", "tuning", "model"]
 
 
 @dataclass(frozen=True)
-class Ranked:
+class Shortlist:
     """The configs to use for a task, best first, and their source."""
 
     task: KernelTask
@@ -43,7 +43,7 @@ class Choice:
     """The config to use for a task."""
 
     config: TileConfig
-    ranked: Ranked
+    ranked: Shortlist
     tried: Mapping[TileConfig, Resources | BuildFailed] = field(default_factory=dict)
     """The result of compiling each config that was compiled."""
     seconds: Mapping[TileConfig, float] = field(default_factory=dict)

@@ -17,7 +17,7 @@ from tilegen.cli.options import (
     DryRun,
     Gpu,
     Json,
-    Kernels,
+    KernelsOption,
     Problem,
     console,
     in_stores,
@@ -34,7 +34,7 @@ from tilegen.units import us_text
 if TYPE_CHECKING:
     from tilegen.store.lookup import Found
     from tilegen.store.record import TuningRecord
-    from tilegen.store.transfer import Moved, Wanted
+    from tilegen.store.transfer import Selection, Transferred
 
 cache_app = typer.Typer(no_args_is_help=True, callback=in_stores)
 
@@ -80,7 +80,7 @@ def cache_list(where: Places = None, json_: Json = False) -> None:
 
 @cache_app.command("show")
 def cache_show(
-    problem: Problem, gpu: Gpu = None, kernel: Kernels = "all", json_: Json = False
+    problem: Problem, gpu: Gpu = None, kernel: KernelsOption = "all", json_: Json = False
 ) -> None:
     """Print the record a call would use, and what others found and why it stands before them.
 
@@ -130,7 +130,7 @@ def cache_show(
 def cache_why(
     problem: Problem,
     gpu: Gpu = None,
-    kernel: Kernels = "all",
+    kernel: KernelsOption = "all",
     all_: Annotated[bool, typer.Option("--all", help="the nearest other records, too")] = False,
     json_: Json = False,
 ) -> None:
@@ -348,11 +348,11 @@ def cache_prune(
     console.print(f"{len(pruned)} files {'would be ' if dry_run else ''}removed")
 
 
-def _report(moved: Iterable[Moved], as_json: bool, gpu: str | None = None) -> None:
+def _report(moved: Iterable[Transferred], as_json: bool, gpu: str | None = None) -> None:
     """Print the files moved. Raises Unsupported if there are none and the GPU's name is unknown."""
     from tilegen.store.transfer import summary
 
-    def printed() -> Iterator[Moved]:
+    def printed() -> Iterator[Transferred]:
         for file in moved:
             if not as_json and file.action != "same":
                 console.print(str(file))
@@ -367,12 +367,12 @@ def _report(moved: Iterable[Moved], as_json: bool, gpu: str | None = None) -> No
         console.print(summary(done))
 
 
-def _wanted(gpu: str | None, kernel: str | None) -> Wanted:
-    from tilegen.store.transfer import Wanted
+def _wanted(gpu: str | None, kernel: str | None) -> Selection:
+    from tilegen.store.transfer import Selection
 
     with contextlib.suppress(Unsupported):  # records may be of GPUs missing in the catalogue
         gpu = gpu if gpu is None else device_of(gpu).name
-    return Wanted(gpu=gpu, kernel=None if kernel is None else kernel_named(kernel))
+    return Selection(gpu=gpu, kernel=None if kernel is None else kernel_named(kernel))
 
 
 def _found(problem: AttentionProblem, spec: Any, kernel: Any) -> Found | None:

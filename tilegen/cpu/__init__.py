@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     import torch
 
     from tilegen.cpu.emitted import EmittedFunction
-    from tilegen.cpu.function import Mode
+    from tilegen.cpu.function import BuildMode
     from tilegen.emit.identity import RenderedKernel
 
 MAX_MODULES = 2048
 """Compiled modules kept in memory."""
-_modules: BoundedCache[tuple[str, str, Mode], ModuleType] = BoundedCache(MAX_MODULES)
+_modules: BoundedCache[tuple[str, str, BuildMode], ModuleType] = BoundedCache(MAX_MODULES)
 
 
 @cache
@@ -45,7 +45,7 @@ def trouble() -> str:
     return ""
 
 
-def load(rendered: RenderedKernel, mode: Mode = "") -> ModuleType:
+def load(rendered: RenderedKernel, mode: BuildMode = "") -> ModuleType:
     """Return the emitted module with its kernel compiled for this CPU; `.launch(...)` runs it.
 
     Mode "bounds" checks every address: a launch raises WrongResult for one out of bounds. Mode
@@ -102,7 +102,7 @@ def function_of(module: ModuleType) -> EmittedFunction:
     return vars(module)[module.FUNCTION]
 
 
-def _loaded(rendered: RenderedKernel, mode: Mode) -> ModuleType:
+def _loaded(rendered: RenderedKernel, mode: BuildMode) -> ModuleType:
     if reason := trouble():
         raise Unsupported(reason)
     from tilegen.cpu.emitted import EmittedFunction

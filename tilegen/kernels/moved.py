@@ -7,15 +7,13 @@ from typing import Literal
 
 from tilegen.kernels.tensors import Tensor
 
-Direction = Literal["read", "write"]
-
 
 @dataclass(frozen=True)
 class Moved:
     """Words of one tensor that a kernel loads, or stores, for one key-value head."""
 
     tensor: Tensor
-    direction: Direction
+    direction: Literal["read", "write"]
     words: str
     """A formula in the symbols of model/symbols.py."""
 

@@ -18,8 +18,8 @@ from tilegen.model.on_chip import (
     MAX_UNROLLED,
     ROWS_PER_WARP,
     TENSOR_MEMORY_LANES,
-    Family,
     Footprint,
+    UnitsOfFamily,
     family,
     max_registers,
 )
@@ -53,7 +53,7 @@ def _footprint(tiled: Tiled) -> Footprint:
     )
 
 
-def _shared_whole(rules: Family, work: Step, tiled: Tiled) -> int:
+def _shared_whole(rules: UnitsOfFamily, work: Step, tiled: Tiled) -> int:
     """Compute the shared memory of a kernel that holds head dims whole [bytes].
 
     Stationary operands pass through it, and stay there if matrix instructions read them in place;
@@ -95,7 +95,7 @@ def _shared_whole(rules: Family, work: Step, tiled: Tiled) -> int:
     return max(smem, work.stored_bytes)
 
 
-def _shared_sliced(rules: Family, work: Step, tiled: Tiled) -> int:
+def _shared_sliced(rules: UnitsOfFamily, work: Step, tiled: Tiled) -> int:
     """Compute the shared memory of a kernel that takes head dims in slices [bytes]: slices in
     flight, or more if it needs more before or after the loop."""
     config, size = tiled.config, tiled.problem.element_bytes
@@ -112,14 +112,14 @@ def _shared_sliced(rules: Family, work: Step, tiled: Tiled) -> int:
     return max(smem, work.stored_bytes)
 
 
-def _buffers(rules: Family, config: TileConfig, *, in_place: bool) -> int:
+def _buffers(rules: UnitsOfFamily, config: TileConfig, *, in_place: bool) -> int:
     """Count the streamed tiles that the pipeline holds; 0 without a pipeline."""
     if config.num_stages == 1 or not rules.pipelines:
         return 0
     return config.num_stages if in_place else config.num_stages - 1
 
 
-def _columns(rules: Family, work: Step, element_bytes: int) -> int:
+def _columns(rules: UnitsOfFamily, work: Step, element_bytes: int) -> int:
     """Count columns of tensor memory: results and scores, and one score tile in 16 bits."""
     if not rules.tensor_memory or not work.products or not in_place_of(rules, work, element_bytes):
         return 0
@@ -171,7 +171,7 @@ def register_features(
     )
 
 
-def _registers(rules: Family, work: Step, tiled: Tiled) -> int:
+def _registers(rules: UnitsOfFamily, work: Step, tiled: Tiled) -> int:
     """Predict the registers of a thread without a limit."""
     config, arch, size = tiled.config, tiled.device.arch, tiled.problem.element_bytes
     threads = threads_of(arch, config.num_warps)
@@ -220,6 +220,6 @@ def executed(work: Step, element_bytes: int, warps: int, arch: str) -> float:
     return sum(times[x.scores] * x.multiply_adds for x in work.products)
 
 
-def in_place_of(rules: Family, work: Step, element_bytes: int) -> bool:
+def in_place_of(rules: UnitsOfFamily, work: Step, element_bytes: int) -> bool:
     """Check whether matrix instructions read operands in shared memory."""
     return 0 < rules.rows_in_place <= work.rows and element_bytes < 4

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from tilegen.errors import InvalidRecord, TilegenError
 from tilegen.store.files import text_of
 from tilegen.store.lookup import Difference, Found, identity, joined, soft
-from tilegen.store.places import Location, Origin, locations, names, pass_over, read_all
+from tilegen.store.places import Location, Owner, locations, names, pass_over, read_all
 from tilegen.store.reach import Unreachable
 from tilegen.store.record import TuningRecord, path_of_key
 from tilegen.store.versions import Versions
@@ -35,7 +35,7 @@ class Listed:
         return self.location.address(self.name)
 
     @property
-    def origin(self) -> Origin:
+    def origin(self) -> Owner:
         """Origin of the location: own, shared or shipped."""
         return self.location.origin
 

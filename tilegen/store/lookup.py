@@ -19,7 +19,7 @@ from tilegen.problem import AttentionProblem
 from tilegen.store import places
 from tilegen.store.election import conditions, elect, join, no_finding, verdict
 from tilegen.store.files import Change, Unreadable, text_of
-from tilegen.store.places import Location, Origin, locations
+from tilegen.store.places import Location, Owner, locations
 from tilegen.store.reach import Unreachable
 from tilegen.store.record import OtherSchema, TuningRecord, bucket_of, older_paths, record_path
 from tilegen.store.versions import Versions, is_credible, second_after
@@ -45,7 +45,7 @@ class Found:
 
     record: TuningRecord
     file: str
-    origin: Origin
+    origin: Owner
     differences: tuple[Difference, ...]
     """Differences from the task. `why` lists all. `look_up` lists soft differences, which leave in
     doubt whether the record is still the best, and the GPU of a borrowed record."""

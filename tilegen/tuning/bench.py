@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 
 Measure = Callable[[TileConfig], Measurement]
-Compile = Callable[[Sequence[TileConfig]], Iterable[tuple[TileConfig, Resources | BuildFailed]]]
+CompileAll = Callable[[Sequence[TileConfig]], Iterable[tuple[TileConfig, Resources | BuildFailed]]]
 """Function that compiles configs without the GPU, and yields each as it finishes, in any order."""
-Check = Callable[[TileConfig], Measurement | None]
+CheckConfig = Callable[[TileConfig], Measurement | None]
 """Function that returns None if a config's results are right; otherwise a measurement, whose
 message describes the mistake."""
 
@@ -63,8 +63,8 @@ class Bench:
     """The functions that compile, measure and check configs; a step that is None is left out."""
 
     measure: Measure
-    compile: Compile | None = None
-    check: Check | None = None
+    compile: CompileAll | None = None
+    check: CheckConfig | None = None
     confirm: Callable[[TileConfig], bool] | None = None
     """Compares a config with `in_hand` once more; False if it is not surely faster."""
     resume: Callable[[Measurement], None] | None = None
@@ -150,7 +150,7 @@ def as_tuned(measurement: Measurement, spill_bytes: int) -> Measurement:
 class Ahead:
     """A thread that compiles the configs to be measured next."""
 
-    def __init__(self, compile_all: Compile) -> None:
+    def __init__(self, compile_all: CompileAll) -> None:
         self._compile_all = compile_all
         self._built: dict[TileConfig, Future[Resources | BuildFailed]] = {}
         self._batches: SimpleQueue[Sequence[TileConfig] | None] = SimpleQueue()
@@ -187,7 +187,7 @@ class Ahead:
                     self._built[config].set_exception(error)
 
 
-def _generator(compile_all: Compile, batch: Sequence[TileConfig]) -> Any:
+def _generator(compile_all: CompileAll, batch: Sequence[TileConfig]) -> Any:
     yield from compile_all(batch)
 
 

@@ -27,7 +27,7 @@ from tilegen.store import (
 from tilegen.store.trials import Conditions, Trial, of_one_binary, one_binary_line
 from tilegen.store.versions import versions_for
 from tilegen.task import KernelTask
-from tilegen.tuning.bench import Ahead, Bench, Check, Compile, Measure, real_bench, refused
+from tilegen.tuning.bench import Ahead, Bench, CheckConfig, CompileAll, Measure, real_bench, refused
 from tilegen.tuning.measure import DeviceLost, Measurement, tie_limit
 from tilegen.tuning.report import Report, describe
 from tilegen.tuning.search import Search
@@ -56,8 +56,8 @@ def tune(
     trials: int | None = None,
     seconds: float | None = None,
     measure: Measure | None = None,
-    compile: Compile | None = None,
-    check: Check | None = None,
+    compile: CompileAll | None = None,
+    check: CheckConfig | None = None,
     bench: Bench | None = None,
     candidates: Sequence[Candidate] | None = None,
     space: Sequence[TileConfig] | None = None,
