@@ -20,7 +20,7 @@ from tilegen.bundles.served import Bundle
 from tilegen.choose.families import kernels_of
 from tilegen.cli.main import main
 from tilegen.compiling import workers
-from tilegen.compiling.acceptable import first_that_fits, spill_objection
+from tilegen.compiling.acceptable import first_that_fits, why_not_spilled
 from tilegen.compiling.compiler import CompiledKernel
 from tilegen.compiling.workers import compile_many
 from tilegen.emit import kernel_files
@@ -64,7 +64,7 @@ def test_generate_writes_kernels_binaries_and_a_manifest(tmp_path: Path) -> None
         assert binary.function.encode() in code
         spec = gpu("h200" if binary.arch == "sm_90" else "mi300x")
         assert binary.resources.shared_bytes <= spec.smem_per_block
-        assert not spill_objection(binary.resources.spill_bytes)
+        assert not why_not_spilled(binary.resources.spill_bytes)
         assert binary.threads == binary.config.num_warps * (32 if binary.arch == "sm_90" else 64)
         assert [type_ for _, type_ in binary.arguments].count("i32") >= 8
     assert set(digests(tmp_path)) == {

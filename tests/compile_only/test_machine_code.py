@@ -15,7 +15,7 @@ from tests.conftest import CheckGolden
 from tests.settled import usable
 from tilegen.choose.choice import Shortlist
 from tilegen.cli.main import app
-from tilegen.compiling.acceptable import objection
+from tilegen.compiling.acceptable import why_not_used
 from tilegen.compiling.compiler import CompiledKernel, compile_for
 from tilegen.emit.render import render
 from tilegen.gpus.spec import gpu
@@ -183,7 +183,7 @@ def test_traps_are_not_chosen() -> None:
         ranked,
         lambda tiled: compile_for(render(problem, tiled.config, "fwd"), "sm_100").resources,
     )
-    assert "into a trap" in objection(chosen.tried[trap], b200)
+    assert "into a trap" in why_not_used(chosen.tried[trap], b200)
     assert chosen.config == good
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.records import H200, timed
 from tilegen.choose.ranker import propose
-from tilegen.compiling.acceptable import spill_objection
+from tilegen.compiling.acceptable import why_not_spilled
 from tilegen.compiling.compiler import compile_for
 from tilegen.compiling.workers import Pool
 from tilegen.emit.render import render
@@ -72,4 +72,4 @@ def test_the_safe_tiles_fit_everywhere(arch: str) -> None:
     for kernel in LARGE_CACHE:
         built = compile_for(render(problem, bench.safe(kernel), kernel), arch)
         assert built.reported.shared_bytes <= min(gpu.smem_per_block for gpu in catalogue())
-        assert not spill_objection(built.reported.spill_bytes)
+        assert not why_not_spilled(built.reported.spill_bytes)

@@ -12,7 +12,7 @@ from tilegen import pipeline
 from tilegen.choose.choice import Shortlist
 from tilegen.choose.ranker import by_lower_bound, propose, time_as_compiled
 from tilegen.compiling import compiler
-from tilegen.compiling.acceptable import MOST_LOCAL, acceptable, first_that_fits, objection
+from tilegen.compiling.acceptable import MOST_LOCAL, acceptable, first_that_fits, why_not_used
 from tilegen.emit.identity import RenderedKernel
 from tilegen.errors import BuildFailed
 from tilegen.gpus.spec import gpu
@@ -38,16 +38,16 @@ def test_a_binary_may_spill_a_little() -> None:
         assert bench.refused(used(spill_bytes=spilled), H200) is None
     much = used(spill_bytes=MOST_SPILLED + 8)
     assert not acceptable(much, H200)
-    assert objection(much, H200).startswith("136 bytes of registers spilled per thread")
+    assert why_not_used(much, H200).startswith("136 bytes of registers spilled per thread")
     actual = bench.refused(much, H200)
     assert actual is not None
-    assert (actual.status, actual.message) == ("declined", objection(much, H200))
+    assert (actual.status, actual.message) == ("declined", why_not_used(much, H200))
 
 
 def test_a_trap_is_no_kernel() -> None:
     """ptxas makes a trap of a kernel that needs more tensor memory than the GPU has."""
     trap, spills = used(registers=4), used(spill_bytes=4000)
-    assert "into a trap" in objection(trap, gpu("b200"))
+    assert "into a trap" in why_not_used(trap, gpu("b200"))
     assert not acceptable(trap, gpu("b200"))
     assert first_that_fits([trap, spills], gpu("b200")) == 1
     with pytest.raises(BuildFailed, match="none did"):
@@ -62,7 +62,7 @@ def test_a_binary_is_judged_by_its_inner_loop() -> None:
     most = int(MOST_LOCAL * bound)  # a load or store of a warp takes a clock
     assert acceptable(used(step_code=replace(STEP, local=most)), H200)
     much = used(step_code=replace(STEP, local=most + 1))
-    assert objection(much, H200).startswith(f"local memory takes {most + 1} clocks of a step")
+    assert why_not_used(much, H200).startswith(f"local memory takes {most + 1} clocks of a step")
     actual = bench.refused(much, H200)
     assert actual is not None
     assert actual.status == "declined"
@@ -70,7 +70,7 @@ def test_a_binary_is_judged_by_its_inner_loop() -> None:
 
 def test_a_binary_that_waits_for_each_product_is_refused_whatever_it_spills() -> None:
     waiting = used(spill_bytes=0, step_code=replace(STEP, serialized=True, local=0))
-    assert objection(waiting, H200) == "0 bytes spilled, and each matrix product is waited for"
+    assert why_not_used(waiting, H200) == "0 bytes spilled, and each matrix product is waited for"
 
 
 def test_machine_code_ranks_compiled_configs() -> None:
@@ -89,9 +89,9 @@ def test_machine_code_ranks_compiled_configs() -> None:
 
 def test_a_binary_has_to_exist_and_fit() -> None:
     assert not acceptable(BuildFailed("no"), H200)
-    assert objection(BuildFailed("no"), H200) == "no"
+    assert why_not_used(BuildFailed("no"), H200) == "no"
     large = used(shared_bytes=H200.smem_per_block + 1024)
-    assert objection(large, H200) == "228 KiB > 227 KiB"
+    assert why_not_used(large, H200) == "228 KiB > 227 KiB"
     assert acceptable(used(shared_bytes=H200.smem_per_block), H200)
 
 

@@ -59,7 +59,7 @@ def cache_list(where: Places = None, json_: Json = False) -> None:
                 {
                     "file": entry.file,
                     "origin": entry.origin,
-                    "trouble": entry.trouble,
+                    "trouble": entry.reason,
                     "record": _values(entry.record) if entry.record else None,
                 }
                 for entry in listed
@@ -69,11 +69,9 @@ def cache_list(where: Places = None, json_: Json = False) -> None:
     for entry in listed:
         if record := entry.record:
             what = f"{record.gpu:10}{_line(record)}  '{record.problem}'"
-            console.print(
-                f"{entry.origin:8}{what}" + (f"  {entry.trouble}" if entry.trouble else "")
-            )
+            console.print(f"{entry.origin:8}{what}" + (f"  {entry.reason}" if entry.reason else ""))
         else:
-            console.print(f"{entry.origin:8}{entry.file}: {entry.trouble}")
+            console.print(f"{entry.origin:8}{entry.file}: {entry.reason}")
     if not listed:
         console.print(f'no records yet; to make one: tilegen tune "{EXAMPLE}"')
 
@@ -252,12 +250,12 @@ def cache_verify(where: Places = None, json_: Json = False) -> None:
     from tilegen.store.upkeep import check
 
     checked = list(check(sources(where)))
-    bad = [entry for entry in checked if entry.trouble]
+    bad = [entry for entry in checked if entry.reason]
     if json_:
         print_json([asdict(entry) for entry in checked])
     else:
         for entry in bad:
-            console.print(f"{entry.file}: {entry.trouble}")
+            console.print(f"{entry.file}: {entry.reason}")
         console.print(f"{len(checked)} files, {len(bad)} of them not in order")
     if bad:
         raise typer.Exit(1)

@@ -34,7 +34,7 @@ _modules: BoundedCache[tuple[str, str, BuildMode], ModuleType] = BoundedCache(MA
 
 
 @cache
-def trouble() -> str:
+def why_not_compiled() -> str:
     """Return the reason why kernels cannot be compiled for the CPU; empty if they can."""
     if importlib.util.find_spec("llvmlite") is None:
         return "llvmlite is not installed; run pip install llvmlite"
@@ -76,7 +76,7 @@ def why_not() -> str:
         return "TILEGEN_CPU=torch is set"
     if is_interpreting():  # Triton's interpreter gives wrong numbers for bf16
         return "TRITON_INTERPRET=1 is set, with which nothing is compiled"
-    return "" if current().cpu == "kernels" else trouble()
+    return "" if current().cpu == "kernels" else why_not_compiled()
 
 
 def runs_compiled(device: torch.device) -> bool:
@@ -103,7 +103,7 @@ def function_of(module: ModuleType) -> EmittedFunction:
 
 
 def _loaded(rendered: RenderedKernel, mode: BuildMode) -> ModuleType:
-    if reason := trouble():
+    if reason := why_not_compiled():
         raise Unsupported(reason)
     from tilegen.cpu.emitted import EmittedFunction
     from tilegen.cpu.target import host

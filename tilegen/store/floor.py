@@ -19,7 +19,9 @@ ALLOWED = 0.75
 """Smallest credible median, as a part of the bound: some boards beat their catalogue figures."""
 
 
-def too_fast(measurement: Measurement, problem: AttentionProblem, gpu: str, kernel: Kernel) -> str:
+def why_not_credible(
+    measurement: Measurement, problem: AttentionProblem, gpu: str, kernel: Kernel
+) -> str:
     """Explain why a median is below the time that any launch needs. Empty if it is credible, or the
     GPU is not in the catalogue."""
     median = measurement.median_us

@@ -17,7 +17,7 @@ from tilegen.errors import InvalidRecord, Unsupported
 from tilegen.gpus.spec import GpuSpec
 from tilegen.problem import AttentionProblem
 from tilegen.store import places
-from tilegen.store.election import conditions, elect, join, no_finding, verdict
+from tilegen.store.election import conditions, elect, join, verdict, why_not_valid
 from tilegen.store.files import Change, Unreadable, text_of
 from tilegen.store.places import Location, Owner, locations
 from tilegen.store.reach import Unreachable
@@ -139,8 +139,8 @@ class _Asked:
             if not (findings := self._possible(record, file)):
                 continue
             record = self._best_of(findings)
-            if trouble := illegal(task.tiled(record.config)):
-                say_once(f"record {file!r} skipped: {trouble}")
+            if reason := why_not_legal(task.tiled(record.config)):
+                say_once(f"record {file!r} skipped: {reason}")
                 continue
             borrowed = gpu is not runs_on
             pairs = {"gpu": (runs_on.name, gpu.name)} if borrowed else {}
@@ -158,11 +158,11 @@ class _Asked:
 
     def _possible(self, record: TuningRecord, file: str) -> tuple[TuningRecord, ...]:
         """Return the valid findings of a record, the winner first; log an invalid finding."""
-        troubles = {finding: no_finding(finding) for finding in record.findings}
-        if trouble := next(filter(None, troubles.values()), ""):
-            say_once(f"record {file!r}: a finding is skipped: {trouble}")
-        valid = tuple(finding for finding in record.findings if not troubles[finding])
-        return join(valid).findings if valid and trouble else valid
+        reasons = {finding: why_not_valid(finding) for finding in record.findings}
+        if reason := next(filter(None, reasons.values()), ""):
+            say_once(f"record {file!r}: a finding is skipped: {reason}")
+        valid = tuple(finding for finding in record.findings if not reasons[finding])
+        return join(valid).findings if valid and reason else valid
 
     def _best_of(self, findings: Sequence[TuningRecord]) -> TuningRecord:
         """Choose the winner, or a rival if only rivals match the present versions and template."""
@@ -221,7 +221,7 @@ def _far(device: Device, other: Device) -> float:
     return sum(abs(math.log2(getattr(device, name) / getattr(other, name))) for name in traits)
 
 
-def illegal(tiled: Tiled) -> str:
+def why_not_legal(tiled: Tiled) -> str:
     """Explain why a config cannot run on a device; empty if no reason is known."""
     if not isinstance(tiled.device, GpuSpec):
         return ""

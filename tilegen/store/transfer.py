@@ -14,7 +14,7 @@ from tilegen.disk import write_whole
 from tilegen.errors import InvalidRecord, TilegenError, Unsupported
 from tilegen.kernels.config import Kernel
 from tilegen.store import places
-from tilegen.store.election import join, no_finding
+from tilegen.store.election import join, why_not_valid
 from tilegen.store.fields import parse_json
 from tilegen.store.files import text_of
 from tilegen.store.listing import list_records
@@ -85,8 +85,8 @@ def merge(
             unreachable.append(f"{source.address()!r} {error}")
             continue
         for listed in listing:
-            if (record := listed.record) is None or listed.trouble:
-                yield Transferred(file=listed.file, action="refused", reason=listed.trouble)
+            if (record := listed.record) is None or listed.reason:
+                yield Transferred(file=listed.file, action="refused", reason=listed.reason)
             elif wanted.has(slug(record.gpu), record.kernel):
                 yield put(record, target, dry_run=dry_run)
         for name, data in _trials(source, wanted):
@@ -167,7 +167,7 @@ def promote(
     yield the outcome of each. Unmeasured winners are refused."""
     for listed in list_records(sources):
         record = listed.record
-        if record is None or listed.trouble or not wanted.has(slug(record.gpu), record.kernel):
+        if record is None or listed.reason or not wanted.has(slug(record.gpu), record.kernel):
             continue
         yield put(record, target, dry_run=dry_run, alone=True)
 
@@ -184,8 +184,8 @@ def export(
     moved: list[Transferred] = []
     for listed in list_records(sources):
         record = listed.record
-        if trouble := listed.trouble or (no_finding(record) if record else ""):
-            moved.append(Transferred(file=listed.file, action="refused", reason=trouble))
+        if reason := listed.reason or (why_not_valid(record) if record else ""):
+            moved.append(Transferred(file=listed.file, action="refused", reason=reason))
         elif record and wanted.has(slug(record.gpu), record.kernel):
             known = records.get(listed.name)
             if known is not None and known.key != record.key:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from tilegen.compiling.acceptable import hindrance, objection, spill_objection
+from tilegen.compiling.acceptable import why_not_run, why_not_spilled, why_not_used
 from tilegen.device import Device
 from tilegen.errors import BuildFailed, TilegenError, Unsupported, WrongResult
 from tilegen.gpus.spec import GpuSpec
@@ -133,9 +133,9 @@ def refused(built: Resources | BuildFailed, gpu: Device) -> Measurement | None:
     if isinstance(built, BuildFailed):
         return failed(built)
     assert isinstance(gpu, GpuSpec), gpu  # configs for a processor are compiled as they are timed
-    if reason := hindrance(built, gpu):
+    if reason := why_not_run(built, gpu):
         return Measurement(status="out_of_resources", message=reason)
-    if reason := objection(built, gpu):
+    if reason := why_not_used(built, gpu):
         return Measurement(status="declined", message=reason)
     return None
 
@@ -143,7 +143,7 @@ def refused(built: Resources | BuildFailed, gpu: Device) -> Measurement | None:
 def as_tuned(measurement: Measurement, spill_bytes: int) -> Measurement:
     """Replace the time of a kernel that spills much by a failure. The tuner times such kernels only
     if no other config runs."""
-    reason = spill_objection(spill_bytes)
+    reason = why_not_spilled(spill_bytes)
     return Measurement(status="declined", message=reason) if reason else measurement
 
 
@@ -359,16 +359,16 @@ def check_config(
 
     small = reduced(problem)
     others: dict[Kernel, TileConfig] = {name: safe(name) for name in partners(kernel, problem)}
-    trouble = _trouble(small, {**others, kernel: config}, kernel, device)
-    if len(others) == 1 or trouble is None:
-        return trouble
-    if (theirs := _trouble(small, others, kernel, device)) is not None:
+    mistake = _mistake(small, {**others, kernel: config}, kernel, device)
+    if len(others) == 1 or mistake is None:
+        return mistake
+    if (theirs := _mistake(small, others, kernel, device)) is not None:
         raise WrongResult(
             f"expected kernels that are right with the smallest tiles ({safe(kernel).key}), to "
             f"check {kernel} with; for '{small}' they are {theirs.failure}; "
             f"look closer: tilegen verify '{small}'"
         )
-    return trouble
+    return mistake
 
 
 def partners(kernel: Kernel, problem: AttentionProblem) -> tuple[Kernel, ...]:
@@ -377,7 +377,7 @@ def partners(kernel: Kernel, problem: AttentionProblem) -> tuple[Kernel, ...]:
     return family.names if family.direction == "forward" else (*Q_STATIONARY.names, *family.names)
 
 
-def _trouble(
+def _mistake(
     problem: AttentionProblem,
     configs: dict[Kernel, TileConfig],
     kernel: Kernel,

@@ -321,17 +321,17 @@ class _Run:
         while (best := pick(self.trials, self.bench.in_hand)) and best not in self._right:
             started = time.monotonic()
             try:
-                trouble = self.bench.check(best) if self.bench.check else None
+                mistake = self.bench.check(best) if self.bench.check else None
             except DeviceLost as lost:
                 self._keep(best, lost.measurement, started, device_lost=True)
                 right = {c: trial for c, trial in self.trials.items() if c in self._right}
                 self.winner = pick(right, self.bench.in_hand)
                 raise
-            if trouble is None:
+            if mistake is None:
                 self._right.add(best)
             else:
-                self._keep(best, trouble, started)
-                self.report.say(f"{best!r} is fastest but {trouble.failure}")
+                self._keep(best, mistake, started)
+                self.report.say(f"{best!r} is fastest but {mistake.failure}")
         self.winner = best
 
 
