@@ -23,7 +23,7 @@ from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.spec import Direction
 from tilegen.problem import AttentionProblem
 from tilegen.task import KernelTask
-from tilegen.tuning.bench import safe
+from tilegen.tuning.bench import smallest_config
 
 PROBLEMS = [
     "b1 hq8 hkv2 q512 d64 bf16 causal",
@@ -75,7 +75,7 @@ def rank_small_tile(records: Records, task: KernelTask, **_: object) -> Shortlis
     """Replace `rank` in tests that do not depend on the tile: compiling the model's tiles takes 5
     to 25 seconds per kernel."""
     return Shortlist(
-        task, (replace(safe(task.kernel), num_stages=2),), "model", "the smallest tile"
+        task, (replace(smallest_config(task.kernel), num_stages=2),), "model", "the smallest tile"
     )
 
 

@@ -37,11 +37,8 @@ class Memo:
 
 @lru_cache(maxsize=64)
 def memo_of(problem: AttentionProblem) -> Memo:
-    """Return the memo of a problem: the model's only cache that depends on problems.
-
-    Values that do not depend on lengths are kept with the problem of length 1
-    (`KernelTask.lengthless`), so that problems of new lengths share them.
-    """
+    """Return the cache of the model's results for a problem. Results without lengths are in that of
+    the problem with all lengths 1 (`KernelTask.lengthless`)."""
     return Memo()
 
 

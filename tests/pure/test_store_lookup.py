@@ -41,7 +41,7 @@ from tilegen.store import (
     places,
 )
 from tilegen.store.election import join
-from tilegen.store.lookup import like, why_not_legal
+from tilegen.store.lookup import similar_devices, why_not_legal
 from tilegen.store.record import path_of_key
 from tilegen.store.transfer import merge
 from tilegen.task import KernelTask, Tiled
@@ -265,7 +265,7 @@ def test_a_look_up_loads_nothing_heavy() -> None:
 def test_without_a_record_of_its_own_a_gpu_borrows_from_the_nearest_of_its_architecture(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert [spec.name for spec in like(gpu("h200"))] == ["h100", "h100-pcie"]
+    assert [spec.name for spec in similar_devices(gpu("h200"))] == ["h100", "h100-pcie"]
     for us, name in ((300.0, "h100-pcie"), (310.0, "h100")):
         place(tmp_path, record(gpu=name, us=us))
     place(tmp_path, record(gpu="a100", arch="sm_80", us=100.0))

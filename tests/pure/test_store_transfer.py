@@ -181,7 +181,7 @@ def test_promote_ships_measured_winners_without_their_rivals(tmp_path: Path) -> 
 def test_check_names_everything_that_is_wrong(tmp_path: Path) -> None:
     good = place(tmp_path, RECORD)
     log_of(tmp_path).append(trial(CONFIGS[0], 100.0))
-    assert [one.trouble for one in check([good])] == ["", ""]
+    assert [one.reason for one in check([good])] == ["", ""]
     huge = TileConfig.parse("m256n256w8s6")
     place(tmp_path, record(kernel="bwd_dq", config=huge))
     place(tmp_path, record(kernel="bwd_dkdv", arch="sm_80"))
@@ -202,13 +202,13 @@ def test_check_names_everything_that_is_wrong(tmp_path: Path) -> None:
     with log_of(tmp_path).file.open("ab") as file:
         file.write(b'{"torn')
     before = files(tmp_path)
-    results = {Path(one.file).parent.name: one.trouble for one in check([good])}
+    results = {Path(one.file).parent.name: one.reason for one in check([good])}
     assert "bytes of shared memory" in results["bwd_dq"]
     assert "arch must be sm_90, that of h200, got sm_80" in results["bwd_dkdv"]
     assert "not the one its findings elect" in results["bwd_preprocess"]
     assert files(tmp_path) == before
     list(merge([good], good))
-    repaired = {one.file: one.trouble for one in check([good])}
+    repaired = {one.file: one.reason for one in check([good])}
     assert not any(trouble for file, trouble in repaired.items() if "bwd_preprocess" in file)
     assert not any(trouble for file, trouble in repaired.items() if "trials" in file)
 
@@ -216,7 +216,7 @@ def test_check_names_everything_that_is_wrong(tmp_path: Path) -> None:
 def test_check_names_a_date_that_is_to_come(tmp_path: Path) -> None:
     where = place(tmp_path, record(rivals=(record(us=500.0, date="2099-01-01T00:00:00Z"),)))
     (checked,) = check([where])
-    assert checked.trouble == (
+    assert checked.reason == (
         "date must be at most a day ahead of this machine's clock, got 2099-01-01T00:00:00Z"
     )
 

@@ -22,7 +22,7 @@ Origin = Literal["agreement", "record", "tuning", "model"]
 
 @dataclass(frozen=True)
 class Shortlist:
-    """The configs to use for a task, best first, and their source."""
+    """The configs to try for a task, in order, and their source."""
 
     task: KernelTask
     configs: tuple[TileConfig, ...]

@@ -61,7 +61,7 @@ def _splits(task: KernelTask) -> tuple[int, ...]:
 def _configs(
     task: KernelTask, max_rows: int, max_columns: int, splits: tuple[int, ...], heads: int
 ) -> tuple[TileConfig, ...]:
-    """Return the configs of tiles with at most `max_rows` and `max_columns`; lengths share them."""
+    """Return the configs up to a tile size, cached across lengths."""
     key = "search space", task.kernel, max_rows, max_columns, splits, heads
     knobs = task.spec.knobs
     return task.lengthless.memo.once(key, lambda: _of(knobs, max_rows, max_columns, splits, heads))

@@ -252,7 +252,7 @@ def cache_verify(where: Places = None, json_: Json = False) -> None:
     checked = list(check(sources(where)))
     bad = [entry for entry in checked if entry.reason]
     if json_:
-        print_json([asdict(entry) for entry in checked])
+        print_json([{"file": entry.file, "trouble": entry.reason} for entry in checked])
     else:
         for entry in bad:
             console.print(f"{entry.file}: {entry.reason}")
@@ -290,7 +290,7 @@ def cache_pull(
     dry_run: DryRun = False,
     json_: Json = False,
 ) -> None:
-    """Join shared records and trials with the own ones, for work without a network.
+    """Merge shared records and trials into the local cache, for work without a network.
 
     Example: tilegen cache pull s3://team/tilegen --gpu h200
     """
@@ -329,7 +329,7 @@ def cache_prune(
     dry_run: DryRun = False,
     json_: Json = False,
 ) -> None:
-    """Remove what is of no more use from a folder: leftovers, broken files, old copies.
+    """Delete temporary, broken and superseded files from a folder.
 
     Example: tilegen cache prune --older-than 365 --dry-run
     """

@@ -72,7 +72,7 @@ def bound_facts(task: KernelTask, *, moved: int) -> KernelBound:
 
 
 def choice_line(choice: Choice | None, *, asked: bool) -> str:
-    """Describe in a line where the config comes from; empty for a config that was asked for."""
+    """Return the source of a config in a line; empty if the user gave the config."""
     if choice is None:
         return "" if asked else BY_MODEL
     line = choice.source

@@ -184,9 +184,8 @@ def seconds_of(tiled: Tiled) -> float:
 
 
 def idle_factor(programs: int) -> float:
-    """Return the time of threads over their work, on average over machines of some THREADS: a last
-    round of programs leaves threads idle. A choice must not depend on the threads of this
-    machine."""
+    """Return the makespan over the work, averaged over THREADS with weights 1/threads. A choice
+    must not depend on the threads of this machine."""
     weights = [1 / threads for threads in THREADS]
     idle = [rounds_over_work(programs, threads) for threads in THREADS]
     return sum(map(mul, weights, idle)) / sum(weights)

@@ -42,7 +42,7 @@ def _footprint(tiled: Tiled) -> Footprint:
     else:
         smem += _shared_sliced(rules, work, tiled)
     if config.descriptors:
-        aligned = in_place_of(rules, work, problem.element_bytes)
+        aligned = reads_shared(rules, work, problem.element_bytes)
         smem += max(0, ALIGNED_BARRIERS - rules.smem_overhead) if aligned else BARRIERS
     return Footprint(
         smem_bytes=smem,
@@ -62,7 +62,7 @@ def _shared_whole(rules: UnitsOfFamily, work: Step, tiled: Tiled) -> int:
     """
     problem, config = tiled.problem, tiled.config
     size = problem.element_bytes
-    exact, in_place = size == 4, in_place_of(rules, work, size)
+    exact, in_place = size == 4, reads_shared(rules, work, size)
     width = sum(work.streamed)
     if rules.kept_leave:
         chunk = max(work.streamed)
@@ -99,7 +99,7 @@ def _shared_sliced(rules: UnitsOfFamily, work: Step, tiled: Tiled) -> int:
     """Compute the shared memory of a kernel that takes head dims in slices [bytes]: slices in
     flight, or more if it needs more before or after the loop."""
     config, size = tiled.config, tiled.problem.element_bytes
-    in_place = in_place_of(rules, work, size)
+    in_place = reads_shared(rules, work, size)
     buffers = _buffers(rules, config, in_place=in_place)
     smem = max(1, buffers) * work.loaded * size
     if work.scores:  # values come whole, and weights are laid out for their product
@@ -121,7 +121,7 @@ def _buffers(rules: UnitsOfFamily, config: TileConfig, *, in_place: bool) -> int
 
 def _columns(rules: UnitsOfFamily, work: Step, element_bytes: int) -> int:
     """Count columns of tensor memory: results and scores, and one score tile in 16 bits."""
-    if not rules.tensor_memory or not work.products or not in_place_of(rules, work, element_bytes):
+    if not rules.tensor_memory or not work.products or not reads_shared(rules, work, element_bytes):
         return 0
     tiles = work.score_tiles + 0.5 if work.kept else work.score_tiles
     return math.ceil((work.result_words + tiles * work.scores) / TENSOR_MEMORY_LANES)
@@ -154,7 +154,7 @@ def register_features(
     through descriptors need no registers for addresses or for data in flight."""
     rules = family(arch)
     threads = threads_of(arch, warps)
-    exact, in_place = element_bytes == 4, in_place_of(rules, work, element_bytes)
+    exact, in_place = element_bytes == 4, reads_shared(rules, work, element_bytes)
     repeated = repetition(work, element_bytes, warps, arch)
     if exact:
         operands = max(product.operands_of_thread(threads) for product in work.products)
@@ -190,7 +190,7 @@ def repetition(work: Step, element_bytes: int, warps: int, arch: str) -> float:
     """Compute how often a score tile is computed. It is repeated if warps outnumber its parts, but
     not with tensor memory, where one instruction of the program computes it."""
     rules = family(arch)
-    in_place = in_place_of(rules, work, element_bytes)
+    in_place = reads_shared(rules, work, element_bytes)
     if element_bytes == 4 or not work.scores or (in_place and rules.tensor_memory):
         return 1.0
     along, across = (warps, 1) if divides_rows(work, element_bytes, arch) else (1, warps)
@@ -201,13 +201,13 @@ def repetition(work: Step, element_bytes: int, warps: int, arch: str) -> float:
 def divides_rows(work: Step, element_bytes: int, arch: str) -> bool:
     """Check whether warps divide a score tile along its rows. They divide a wide and low tile along
     its columns."""
-    return in_place_of(family(arch), work, element_bytes) or work.rows >= min(work.results)
+    return reads_shared(family(arch), work, element_bytes) or work.rows >= min(work.results)
 
 
 def result_repetition(work: Step, element_bytes: int, warps: int, arch: str) -> float:
     """Compute how often an accumulated result is computed: as often as scores if surplus warps
     share its rows, once if they divide it by columns."""
-    in_place = in_place_of(family(arch), work, element_bytes)
+    in_place = reads_shared(family(arch), work, element_bytes)
     if in_place or not divides_rows(work, element_bytes, arch):
         return 1.0
     return repetition(work, element_bytes, warps, arch)
@@ -220,6 +220,6 @@ def executed(work: Step, element_bytes: int, warps: int, arch: str) -> float:
     return sum(times[x.scores] * x.multiply_adds for x in work.products)
 
 
-def in_place_of(rules: UnitsOfFamily, work: Step, element_bytes: int) -> bool:
-    """Check whether matrix instructions read operands in shared memory."""
+def reads_shared(rules: UnitsOfFamily, work: Step, element_bytes: int) -> bool:
+    """Check whether matrix instructions (wgmma, tcgen05) read operands from shared memory."""
     return 0 < rules.rows_in_place <= work.rows and element_bytes < 4

@@ -95,7 +95,9 @@ def look_up(
     where = locations() if where is None else where
     best = None if borrow == "only" else next(request.all(gpu, where), None)
     if best is None and borrow:
-        borrowable = (record for other in like(gpu) for record in request.all(other, where))
+        borrowable = (
+            record for other in similar_devices(gpu) for record in request.all(other, where)
+        )
         best = next(borrowable, None)
     if best is not None and best.borrowed:
         say_once(f"no measured record for {gpu.name}: record {best.file!r} is borrowed")
@@ -202,7 +204,7 @@ def _check(data: bytes) -> None:
         _parsed(text_of(data))
 
 
-def like(device: Device) -> list[Device]:
+def similar_devices(device: Device) -> list[Device]:
     """List the catalogue's other devices of the same architecture, nearest first: GPUs by number of
     SMs, bandwidths of DRAM and L2, and shared memory, processors by rates and caches."""
     from tilegen.cpus import spec as cpus

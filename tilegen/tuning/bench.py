@@ -45,8 +45,8 @@ DEVICE = "cuda:0"
 """Device on which configs are timed."""
 
 
-def safe(kernel: Kernel) -> TileConfig:
-    """Return the smallest config of a kernel, which runs on every GPU and for every problem."""
+def smallest_config(kernel: Kernel) -> TileConfig:
+    """Return the smallest config of a kernel: it runs on every GPU and for every problem."""
     knobs = KERNELS[kernel].knobs
     return TileConfig(
         block_m=knobs.block_m[0],
@@ -358,14 +358,16 @@ def check_config(
     from tilegen.check.sizes import reduced
 
     small = reduced(problem)
-    others: dict[Kernel, TileConfig] = {name: safe(name) for name in partners(kernel, problem)}
+    others: dict[Kernel, TileConfig] = {
+        name: smallest_config(name) for name in partners(kernel, problem)
+    }
     mistake = _mistake(small, {**others, kernel: config}, kernel, device)
     if len(others) == 1 or mistake is None:
         return mistake
     if (theirs := _mistake(small, others, kernel, device)) is not None:
         raise WrongResult(
-            f"expected kernels that are right with the smallest tiles ({safe(kernel).key}), to "
-            f"check {kernel} with; for '{small}' they are {theirs.failure}; "
+            "expected kernels that are right with the smallest tiles "
+            f"({smallest_config(kernel).key}), to check {kernel} with; for '{small}' they are {theirs.failure}; "
             f"look closer: tilegen verify '{small}'"
         )
     return mistake
