@@ -163,7 +163,7 @@ def _context(
     added += ((SINKS,) if sinks else ()) + ((DROPOUT,) if drops else ())
     divided = spec.divides(problem)
     in_keys = spec.values_in_keys(problem)
-    absent = "v" if in_keys else ""
+    absent = [one.name for one in spec.tensors.values() if in_keys and one.alias]
     arguments = Arguments.of(spec, config, problem.head_dims, added, bool(change.forward), absent)
     return {
         "header": _header(problem, config, spec, aligned, unit),

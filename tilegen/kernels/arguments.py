@@ -79,13 +79,10 @@ class Line:
         """The line in the kernel's list of parameters."""
         return f"{self.names}," + (f"  # {self.why}" if self.why else "")
 
-    def without(self, tensor: str) -> Line:
-        """Return the line without the arguments of a tensor."""
-        if all(argument.of != tensor for argument in self.arguments):
-            return self
-        return replace(
-            self, arguments=tuple(argument for argument in self.arguments if argument.of != tensor)
-        )
+    def without(self, tensors: Collection[str]) -> Line:
+        """Return the line without the arguments of some tensors."""
+        kept = tuple(argument for argument in self.arguments if argument.of not in tensors)
+        return self if kept == self.arguments else replace(self, arguments=kept)
 
     @property
     def expressions(self) -> list[str]:

@@ -120,10 +120,6 @@ class _Loop:
         streamed) back into (queries, keys)."""
         return (keys, queries) if self.stationary == "columns" else (queries, keys)
 
-    def values_in_keys(self, problem: AttentionProblem) -> bool:
-        """Return True if values that are columns of keys are read from the loaded keys."""
-        return False
-
     def tile(self, config: TileConfig) -> str:
         """Describe the stationary and the streamed tile in a phrase."""
         rows = f"{config.block_m} query row{'s' * (config.block_m > 1)}"
@@ -151,17 +147,11 @@ class Whole(_Loop):
     shares: bool = False
     """True if a program works on the stationary tiles of a share one by one, and adds to the
     share's partial result, which is in memory in fp32."""
-    takes_latent: bool = False
-    """True if values that are the first columns of keys are not loaded a second time."""
 
     @property
     def in_part(self) -> bool:
         """True if the streamed tiles are those of a split."""
         return self.splits
-
-    def values_in_keys(self, problem: AttentionProblem) -> bool:
-        """Return True if values that are columns of keys are read from the loaded keys."""
-        return problem.latent and self.takes_latent
 
     def tile(self, config: TileConfig) -> str:
         """Describe the stationary and the streamed tile in a phrase."""

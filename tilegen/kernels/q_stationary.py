@@ -25,11 +25,10 @@ FWD = KernelSpec(
     loop=Whole(
         products=("qk", "v"),  # S = Q K^T; O += P V
         score_tiles=1,
-        takes_latent=True,
     ),
     checked_by=("out", "lse"),
     described=("k", "v"),
-    supports=frozenset({"scores", "dropout", "sinks"}),
+    supports=frozenset({"scores", "dropout", "sinks", "aliases"}),
 )
 
 

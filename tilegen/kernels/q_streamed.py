@@ -16,6 +16,7 @@ FWD_STREAMED = replace(
     title="Attention forward, head dim streamed: out and lse.",
     loop=Sliced(rows="block_m", columns="block_n", depth="block_d", slices=("qk",), loops=True),
     described=(),
+    supports=FWD.supports - {"aliases"},
     knobs=Knobs(block_m=(16, 32, 64, 128), block_n=(16, 32, 64), block_d=(32, 64, 128)),
 )
 

@@ -43,10 +43,11 @@ class Knobs:
     num_stages: tuple[int, ...] = NUM_STAGES
 
 
-Feature = Literal["scores", "dropout", "training", "sinks", "order", "pages"]
+Feature = Literal["scores", "dropout", "training", "sinks", "order", "pages", "aliases"]
 """Features of kernels: scores that a problem changes; dropout, of weights or their gradients;
 the gradients of tensors that a score reads; rows that start from their head's sink; sums over keys
-in an order that depends on the row's keys alone; keys and values in pages of a cache."""
+in an order that depends on the row's keys alone; keys and values in pages of a cache; tensors that
+are columns of another, which are not loaded again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,7 +253,7 @@ class KernelSpec:
     def loaded(self, problem: AttentionProblem) -> tuple[Tensor, ...]:
         """Return the tensors that the kernel reads for a problem: not values that are in keys."""
         in_keys = self.values_in_keys(problem)
-        return tuple(one for one in self.reads if not (in_keys and one.name == "v"))
+        return tuple(one for one in self.reads if not (in_keys and one.alias))
 
     def returned(self, config: TileConfig) -> int:
         """Return the value of the knob that a launch returns; 0 if it returns none."""
@@ -260,7 +261,7 @@ class KernelSpec:
 
     def values_in_keys(self, problem: AttentionProblem) -> bool:
         """Return True if the kernel reads a problem's values from keys that it has loaded."""
-        return self.loop.values_in_keys(problem)
+        return problem.latent and "aliases" in self.supports
 
     def draws(self, problem: AttentionProblem) -> bool:
         """Return True if the kernel draws random numbers for the dropout of a problem."""

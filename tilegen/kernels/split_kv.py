@@ -56,7 +56,6 @@ FWD_SPLIT = KernelSpec(
         products=("qk", "v"),  # S = Q K^T; O += P V
         score_tiles=1,
         splits=True,
-        takes_latent=True,
     ),
     checked_by=("out", "lse"),
     described=("k", "v"),
@@ -65,7 +64,7 @@ FWD_SPLIT = KernelSpec(
         block_n=(16, 32, 64, 128),
         split_kv=(128, 256, 512, 1024, 2048, 4096, 8192),
     ),
-    supports=frozenset({"scores", "order"}),
+    supports=frozenset({"scores", "order", "aliases"}),
     like="fwd",
 )
 
@@ -93,7 +92,7 @@ FWD_PAGED = replace(
     inputs=(
         _Q,
         Tensor("k", f"{_OF_PAGES} head_dim_qk", stride_note=_STRIDES),
-        Tensor("v", f"{_OF_PAGES} head_dim_v"),
+        Tensor("v", f"{_OF_PAGES} head_dim_v", alias="k"),
         *_TABLES,
         Number("requests"),
         numbers("longest_q", "longest_kv", "table_row", why="of all requests; stride of the table"),

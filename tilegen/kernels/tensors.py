@@ -45,6 +45,8 @@ class Tensor:
     """A comment on the strides."""
     address: str = ""
     """The name of its address, if not that of the tensor with `_ptr`."""
+    alias: str = ""
+    """The tensor whose first columns it may be: a problem says so (`AttentionProblem.latent`)."""
     paired: bool = False
     """True if it has two numbers for each row where scores are changed. The first is a natural
     logarithm; the second, in base 2, is the part that the first loses in fp32. The pair is the
@@ -116,7 +118,7 @@ KEYS = "batch num_heads_kv seqlen_kv head_dim_qk"
 VALUES = "batch num_heads_kv seqlen_kv head_dim_v"
 ROWS = "batch num_heads_q seqlen_q"
 
-Q, K, V = Tensor("q", QUERIES), Tensor("k", KEYS), Tensor("v", VALUES)
+Q, K, V = Tensor("q", QUERIES), Tensor("k", KEYS), Tensor("v", VALUES, alias="k")
 OUT = Tensor("out", OUTPUTS, stride_name="o")
 DOUT = Tensor("dout", OUTPUTS, stride_name="do")
 DQ, DK, DV = Tensor("dq", QUERIES), Tensor("dk", KEYS), Tensor("dv", VALUES)

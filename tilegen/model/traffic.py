@@ -79,9 +79,11 @@ parse: Any = sp.sympify
 _SYMBOLS = {name: value for name, value in vars(symbols).items() if isinstance(value, sp.Symbol)}
 
 
-def terms(moved: Iterable[Moved], *, pairs: bool = False) -> tuple[Term, ...]:
-    """Parse the words that a kernel's record lists, as SymPy terms. With `pairs` lse is two numbers
-    a row."""
+def terms(
+    moved: Iterable[Moved], *, values_in_keys: bool = False, pairs: bool = False
+) -> tuple[Term, ...]:
+    """Parse the words that a kernel's record lists, as SymPy terms. With `values_in_keys` values
+    move with the keys; with `pairs` lse is two numbers a row."""
     return tuple(
         Term(
             term.tensor.name,
@@ -90,6 +92,7 @@ def terms(moved: Iterable[Moved], *, pairs: bool = False) -> tuple[Term, ...]:
             "fp32" if term.tensor.dtype == "fp32" else "element",
         )
         for term in moved
+        if not (values_in_keys and term.tensor.alias)
     )
 
 
@@ -97,10 +100,8 @@ def terms(moved: Iterable[Moved], *, pairs: bool = False) -> tuple[Term, ...]:
 def terms_of(
     kernel: Kernel, *, values_in_keys: bool = False, pairs: bool = False
 ) -> tuple[Term, ...]:
-    """Return the terms of a kernel's traffic. With `values_in_keys` values are not read again; with
-    `pairs` lse is two numbers a row. UNMASKED gives the visited rows without a mask."""
-    moved = terms(KERNELS[kernel].traffic, pairs=pairs)
-    return tuple(term for term in moved if term.tensor != "v") if values_in_keys else moved
+    """Return the terms of a kernel's traffic. UNMASKED gives the visited rows without a mask."""
+    return terms(KERNELS[kernel].traffic, values_in_keys=values_in_keys, pairs=pairs)
 
 
 UNMASKED = {V_kv: sp.ceiling(N_q / B_r) * N_kv, V_q: sp.ceiling(N_kv / B_c) * N_q}

@@ -367,8 +367,8 @@ def check_config(
     if (theirs := _mistake(small, others, kernel, device)) is not None:
         raise WrongResult(
             "expected kernels that are right with the smallest tiles "
-            f"({smallest_config(kernel).key}), to check {kernel} with; for '{small}' they are {theirs.failure}; "
-            f"look closer: tilegen verify '{small}'"
+            f"({smallest_config(kernel).key}), to check {kernel} with; "
+            f"for '{small}' they are {theirs.failure}; look closer: tilegen verify '{small}'"
         )
     return mistake
 
