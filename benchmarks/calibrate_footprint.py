@@ -114,7 +114,7 @@ def random_kernels(kernel: Kernel, count: int) -> Iterator[RenderedKernel]:
 
 def is_sensible(problem: AttentionProblem, config: TileConfig, kernel: Kernel) -> bool:
     """Return True if a config nearly fits the registers and the shared memory of some GPU."""
-    work, threads = KERNELS[kernel].loop.step(problem, config), 32 * config.num_warps
+    work, threads = KERNELS[kernel].step(problem, config), 32 * config.num_warps
     size, spec = problem.element_bytes, KERNELS[kernel]
     largest = max((one.multiply_adds for one in work.products), default=0)
     if spec.sliced and size == 4 and largest > on_chip.MAX_UNROLLED * threads:
@@ -305,7 +305,7 @@ def fit_registers(samples: Iterable[Sample]) -> dict[str, dict[str, list[float]]
 def features_of(sample: Sample) -> tuple[float, ...]:
     """Return the factors that the fit multiplies by coefficients."""
     problem, config = sample.parsed
-    work = KERNELS[sample.kernel].loop.step(problem, config)
+    work = KERNELS[sample.kernel].step(problem, config)
     return model.register_features(
         work, problem.element_bytes, config.num_warps, sample.arch, config.descriptors
     )

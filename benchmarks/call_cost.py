@@ -25,7 +25,7 @@ import tilegen
 from benchmarks.stand_in import StandInDriver, stand_in
 from tilegen import attention, attention_paged, cpu, pipeline
 from tilegen.bounded_cache import BoundedCache
-from tilegen.choose.choice import Ranked
+from tilegen.choose.choice import Shortlist
 from tilegen.emit import kernel_files
 from tilegen.environment import current
 from tilegen.kernels.config import Kernel, TileConfig
@@ -172,9 +172,9 @@ class _Nothing(torch.autograd.Function):
 def as_on_a_gpu(*, notes: bool = False) -> Generator[StandInDriver]:
     """Send CPU tensors the way of GPU tensors, up to a stand-in for the driver."""
 
-    def ranked(_: object, task: KernelTask, **__: object) -> Ranked:
+    def ranked(_: object, task: KernelTask, **__: object) -> Shortlist:
         config = SPLIT.get(task.kernel, TILE)
-        return Ranked(task, (config,), "agreement", "the benchmark")
+        return Shortlist(task, (config,), "agreement", "the benchmark")
 
     # As `has_values` of tensors on a GPU.
     def unseen(tensor: torch.Tensor) -> bool:

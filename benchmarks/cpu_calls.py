@@ -24,7 +24,7 @@ from benchmarks.cpu_peak import peak_gflops
 from benchmarks.environment import RESULTS, Environment, environment, path_of_calls
 from benchmarks.rows import append, read, same_values, with_environment
 from tilegen import cpu, pipeline
-from tilegen.check.peers import Attention, flex, sdpa
+from tilegen.check.peers import AttentionFunction, flex, sdpa
 from tilegen.check.peers import standard as peers_standard
 from tilegen.check.reference import dense_mask
 from tilegen.cpu.passes import passes_to_time
@@ -110,7 +110,7 @@ def _kept_pairs(mask: Mask, shape: Shape) -> int:
     return int(dense_mask(mask.realized(shape, "cpu"), *lengths, "cpu").count_nonzero())
 
 
-def standard(problem: AttentionProblem) -> Attention | None:
+def standard(problem: AttentionProblem) -> AttentionFunction | None:
     """Return attention by two products and a softmax, None if its scores are too many."""
     scores = problem.batch * problem.num_heads_q * problem.seqlen_q * problem.seqlen_kv
     emulated = problem.dtype == "bf16" and not host().pairs
@@ -119,12 +119,12 @@ def standard(problem: AttentionProblem) -> Attention | None:
     return peers_standard(problem, "cpu")
 
 
-def peers(problem: AttentionProblem, *, with_flex: bool) -> dict[str, Attention]:
+def peers(problem: AttentionProblem, *, with_flex: bool) -> dict[str, AttentionFunction]:
     """Return the attention functions that a case is compared with."""
     problem = replace(problem, mask=problem.mask.realized(problem.shape, "cpu"))
     if with_flex:
         return {"flex": flex(problem, "cpu")}
-    functions: dict[str, Attention] = {}
+    functions: dict[str, AttentionFunction] = {}
     for name, backend in (("sdpa", None), ("sdpa math", "MATH")):
         try:
             functions[name] = sdpa(problem, "cpu", backend=backend)

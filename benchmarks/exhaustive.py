@@ -22,7 +22,7 @@ from benchmarks.environment import RESULTS, gpu_at_hand, start_over
 from benchmarks.recordings import Recorder, file_of, new_session
 from benchmarks.workloads import CATALOGUE
 from tilegen.choose.ranker import search_space
-from tilegen.compiling.acceptable import spill_objection
+from tilegen.compiling.acceptable import why_not_spilled
 from tilegen.compiling.workers import Pool
 from tilegen.errors import BuildFailed, TilegenError
 from tilegen.gpus.spec import GpuSpec
@@ -93,7 +93,7 @@ def _time(
 def _check_the_fastest(recorder: Recorder, bench: Bench) -> None:
     """Write down that the fastest config is wrong, if it is; then the next, until one is right."""
     while best := pick(
-        {c: t for c, t in recorder.trials.items() if not spill_objection(t.spill_bytes)}
+        {c: t for c, t in recorder.trials.items() if not why_not_spilled(t.spill_bytes)}
     ):
         try:
             trouble = bench.check(best) if bench.check else None

@@ -22,7 +22,7 @@ from benchmarks.workloads import CATALOGUE
 from tilegen import gpu as gpu_named
 from tilegen.choose.families import kernels_of
 from tilegen.choose.ranker import time_as_compiled
-from tilegen.compiling.acceptable import objection
+from tilegen.compiling.acceptable import why_not_used
 from tilegen.compiling.verdicts import verdict
 from tilegen.errors import BuildFailed, Unsupported
 from tilegen.gpus.spec import GpuSpec
@@ -61,7 +61,7 @@ class Compiled:
     """A config as the compiler sees it."""
 
     seconds: float | None
-    objection: str
+    why_not_used: str
     """Why the config may not be used; empty if it may."""
 
 
@@ -73,18 +73,18 @@ def compiled(
     try:
         built = verdict(tiled, aligned=True)
     except Unsupported as error:
-        return Compiled(seconds=None, objection=str(error))
-    why_not = objection(built, spec)
+        return Compiled(seconds=None, why_not_used=str(error))
+    why_not = why_not_used(built, spec)
     if isinstance(built, BuildFailed) or built.shared_bytes > spec.smem_per_block:
-        return Compiled(seconds=None, objection=why_not)
+        return Compiled(seconds=None, why_not_used=why_not)
     seconds = time_as_compiled(tiled, built).seconds
-    return Compiled(seconds=seconds, objection=why_not)
+    return Compiled(seconds=seconds, why_not_used=why_not)
 
 
 def why(before: Compiled, after: Compiled) -> str:
     """Return why one config took the place of another."""
-    if before.objection:
-        return f"not usable: {before.objection}"
+    if before.why_not_used:
+        return f"not usable: {before.why_not_used}"
     if before.seconds is None or after.seconds is None:
         return "not compiled"
     ratio = before.seconds / after.seconds

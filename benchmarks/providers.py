@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tilegen.check.peers import Attention, flex, sdpa
+from tilegen.check.peers import AttentionFunction, flex, sdpa
 from tilegen.errors import Unsupported
 from tilegen.kernels.spec import Direction
 from tilegen.problem import AttentionProblem
@@ -26,7 +26,7 @@ class Provider:
     """One way to compute attention."""
 
     name: str
-    prepare: Callable[[AttentionProblem, str], Attention]
+    prepare: Callable[[AttentionProblem, str], AttentionFunction]
     """Function of the problem and the device that returns what is timed."""
     rows_first: bool = False
     """True if the provider needs (batch, seqlen, heads, head_dim) in memory; it gets transposed
@@ -56,7 +56,7 @@ def providers() -> tuple[Provider, ...]:
     )
 
 
-def _tilegen(problem: AttentionProblem, device: str) -> Attention:
+def _tilegen(problem: AttentionProblem, device: str) -> AttentionFunction:
     import tilegen
 
     return partial(tilegen.attention, mask=problem.mask)
@@ -81,14 +81,14 @@ def _tilegen_configs(problem: AttentionProblem, direction: Direction) -> str:
     )
 
 
-def _flex(problem: AttentionProblem, device: str, *, mode: str) -> Attention:
+def _flex(problem: AttentionProblem, device: str, *, mode: str) -> AttentionFunction:
     import torch
 
     torch.compiler.reset()  # or a compilation for an earlier problem is found and made dynamic
     return flex(problem, device, mode=mode)
 
 
-def _varlen(problem: AttentionProblem, device: str) -> Attention:
+def _varlen(problem: AttentionProblem, device: str) -> AttentionFunction:
     """Sequences packed one after the other, which transposed views of rows-first memory are."""
     import torch
     from torch.nn.attention.varlen import varlen_attn
@@ -119,7 +119,7 @@ WORKSPACE_BYTES = 512 * 2**20
 """Workspace that FlashInfer gets [bytes]."""
 
 
-def _flashinfer(problem: AttentionProblem, device: str) -> Attention:
+def _flashinfer(problem: AttentionProblem, device: str) -> AttentionFunction:
     """FlashInfer as servers call it: a token over pages, more queries over packed sequences."""
     import torch
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.used import used
 from tilegen.bundles.manifest import Binary
-from tilegen.choose.choice import Ranked
+from tilegen.choose.choice import Shortlist
 from tilegen.choose.records import Records
 from tilegen.compiling.compiler import CompiledKernel
 from tilegen.compiling.workers import Pool
@@ -23,7 +23,7 @@ from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.spec import Direction
 from tilegen.problem import AttentionProblem
 from tilegen.task import KernelTask
-from tilegen.tuning.bench import safe
+from tilegen.tuning.bench import smallest_config
 
 PROBLEMS = [
     "b1 hq8 hkv2 q512 d64 bf16 causal",
@@ -71,10 +71,12 @@ def write_bundle(
         return generate(problems, gpus, out, directions=directions)
 
 
-def rank_small_tile(records: Records, task: KernelTask, **_: object) -> Ranked:
+def rank_small_tile(records: Records, task: KernelTask, **_: object) -> Shortlist:
     """Replace `rank` in tests that do not depend on the tile: compiling the model's tiles takes 5
     to 25 seconds per kernel."""
-    return Ranked(task, (replace(safe(task.kernel), num_stages=2),), "model", "the smallest tile")
+    return Shortlist(
+        task, (replace(smallest_config(task.kernel), num_stages=2),), "model", "the smallest tile"
+    )
 
 
 class StandIn:

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks import rows, run
 from benchmarks.parts import Part
-from benchmarks.providers import Attention, Provider
+from benchmarks.providers import AttentionFunction, Provider
 from benchmarks.workloads import Workload
 from tilegen.errors import Unsupported
 from tilegen.problem import AttentionProblem
@@ -21,7 +21,7 @@ def a_workload(name: str) -> Workload:
 
 
 def a_provider(name: str, *, slow: bool = False) -> Provider:
-    def prepare(problem: AttentionProblem, device: str) -> Attention:
+    def prepare(problem: AttentionProblem, device: str) -> AttentionFunction:
         raise Unsupported(f"{name} computes nothing")
 
     return Provider(name=name, prepare=prepare, slow_to_start=slow)

@@ -10,7 +10,7 @@ from tests.tasks import tiled
 from tilegen import cpu
 from tilegen.check.paging import in_pages
 from tilegen.check.reference import make_inputs
-from tilegen.cpu.checks import Traffic
+from tilegen.cpu.checks import CountedTraffic
 from tilegen.emit.identity import RenderedKernel
 from tilegen.emit.render import render
 from tilegen.kernels import passes
@@ -22,7 +22,7 @@ Bytes = dict[Kernel, tuple[int, int]]
 """Read and written by each kernel."""
 
 
-def counting(rendered: RenderedKernel) -> tuple[Callable[..., Any], Traffic]:
+def counting(rendered: RenderedKernel) -> tuple[Callable[..., Any], CountedTraffic]:
     """Return the launch of a counting build, and the bytes that launches move from now on."""
     module = cpu.load(rendered, "count")
     traffic = cpu.function_of(module).traffic
@@ -60,10 +60,10 @@ def counting_all(
     configs: Mapping[Kernel, TileConfig],
     reads: Mapping[Kernel, Mapping[str, Any]] | None = None,
     **options: Any,
-) -> tuple[dict[Kernel, Callable[..., Any]], dict[Kernel, Traffic]]:
+) -> tuple[dict[Kernel, Callable[..., Any]], dict[Kernel, CountedTraffic]]:
     """Return the launches of counting builds, and the bytes that all launches of each move."""
     launches: dict[Kernel, Callable[..., Any]] = {}
-    moved: dict[Kernel, Traffic] = {}
+    moved: dict[Kernel, CountedTraffic] = {}
     for name, config in configs.items():
         launch, moved[name] = counting(render(problem, config, name, **options))
         launches[name] = partial(launch, **(reads or {}).get(name, {}))

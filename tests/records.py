@@ -11,7 +11,7 @@ from tilegen.kernels.config import TileConfig
 from tilegen.problem import AttentionProblem
 from tilegen.store import EstimateSummary, Location, TuningRecord, Versions, save
 from tilegen.store.files import LOCK
-from tilegen.store.places import Origin
+from tilegen.store.places import Owner
 from tilegen.task import KernelTask
 from tilegen.tuning.measure import Measurement
 
@@ -77,7 +77,7 @@ def written(root: Path) -> list[Path]:
     )
 
 
-def place(root: Path, put: TuningRecord, origin: Origin = "own") -> Location:
+def place(root: Path, put: TuningRecord, origin: Owner = "own") -> Location:
     """Write a record at its place under `root` without asking `save`; return that location."""
     file = root / put.path
     file.parent.mkdir(parents=True, exist_ok=True)

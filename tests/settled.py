@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tilegen.choose.choice import Ranked
+from tilegen.choose.choice import Shortlist
 from tilegen.choose.ranker import by_lower_bound
 from tilegen.compiling.acceptable import acceptable
 from tilegen.compiling.compiler import CompiledKernel, compile_for
@@ -42,7 +42,7 @@ def settled(
     task = KernelTask.of(kernel, problem, gpu)
     candidates = by_lower_bound(task, top=MAX_COMPILES)
     predicted = {one.config: one.estimate for one in candidates}
-    ranked = Ranked(task, tuple(predicted), "model", "the model", tuple(candidates))
+    ranked = Shortlist(task, tuple(predicted), "model", "the model", tuple(candidates))
 
     compiled: dict[TileConfig, CompiledKernel] = {}
 

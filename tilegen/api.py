@@ -20,13 +20,13 @@ from tilegen.kernels.registry import FAMILIES, KERNELS, family_among
 from tilegen.problem import AttentionProblem
 
 if TYPE_CHECKING:
-    from tilegen.bundles.building import Made
+    from tilegen.bundles.building import BuiltKernel
     from tilegen.bundles.manifest import Manifest
     from tilegen.check.verification import Check
     from tilegen.cpu.processors import Processor
     from tilegen.device import Device
     from tilegen.emit.identity import RenderedKernel
-    from tilegen.explaining.machine_code import MachineCode
+    from tilegen.explaining.machine_code import MachineCodeFacts
     from tilegen.explaining.text import Explanation
     from tilegen.gpus.spec import GpuSpec
     from tilegen.model.estimate import Candidate
@@ -135,7 +135,7 @@ def machine_code(
     kernel: Kernel,
     config: TileConfig | str | None,
     fast_memory: int | str | None,
-) -> list[MachineCode]:
+) -> list[MachineCodeFacts]:
     """Read the machine code of kernels as records; see `read_code`."""
     from tilegen.devices import device_of, gpu_of
     from tilegen.explaining.machine_code import static
@@ -182,7 +182,7 @@ def generate(
     catalog: Path | str | None = None,
     arch: str | Sequence[str] = (),
     forward_only: bool = False,
-    on_kernel: Callable[[Made], None] = lambda made: None,
+    on_kernel: Callable[[BuiltKernel], None] = lambda made: None,
 ) -> Manifest:
     """Write a bundle of kernels and binaries to the folder `out`; return its manifest. Needs no
     GPU.

@@ -19,7 +19,7 @@ from subprocess import SubprocessError
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from tilegen.choose.choice import Choice, Origin, Ranked
+from tilegen.choose.choice import Choice, Origin, Shortlist
 from tilegen.choose.families import families_used
 from tilegen.choose.records import Records
 from tilegen.disk import log, say_once
@@ -78,7 +78,7 @@ def choose(
             # them
             task: KernelTask = joined_to(records.task(kernel), chosen)
             # KernelTask -> Ranked
-            ranked: Ranked = rank(
+            ranked: Shortlist = rank(
                 records,
                 task,
                 describable=aligned and describable,
@@ -125,7 +125,7 @@ def rank(
     describable: bool = True,
     may_tune: bool = False,
     may_compile: bool = False,
-) -> Ranked:
+) -> Shortlist:
     """Return the configs to use, best first: a known config, or else the model's best.
 
     With `may_compile`, the model's first MAX_COMPILES configs are returned, in the order in which
@@ -140,11 +140,11 @@ def rank(
         arch=task.device.arch,
     )
 
-    def known(config: TileConfig, origin: Origin, source: str) -> Ranked:
+    def known(config: TileConfig, origin: Origin, source: str) -> Shortlist:
         if config.descriptors and why_not:
             source += f"; tiles are loaded by addresses: {why_not}"
             config = without(config)
-        return Ranked(task, (config,), origin, source)
+        return Shortlist(task, (config,), origin, source)
 
     if task.in_order and not isinstance(task.device, GpuSpec):
         from tilegen.choose.on_cpu import usual_config  # loads SymPy
@@ -165,20 +165,20 @@ def rank(
     return _by_model(task, describable=describable, may_compile=may_compile)
 
 
-def _by_model(task: KernelTask, *, describable: bool, may_compile: bool) -> Ranked:
+def _by_model(task: KernelTask, *, describable: bool, may_compile: bool) -> Shortlist:
     if not isinstance(task.device, GpuSpec):
         from tilegen.choose.on_cpu import chosen_config
 
-        return Ranked(task, (chosen_config(task),), "model", "the model")
+        return Shortlist(task, (chosen_config(task),), "model", "the model")
     from tilegen.choose.ranker import by_lower_bound, propose  # load SymPy
 
     ask, top = (by_lower_bound, MAX_COMPILES) if may_compile else (propose, 1)
     candidates = ask(task, top=top, describable=describable)
     configs = tuple(candidate.config for candidate in candidates)
-    return Ranked(task, configs, "model", "the model", tuple(candidates))
+    return Shortlist(task, configs, "model", "the model", tuple(candidates))
 
 
-def settle(ranked: Ranked, compile: Compile | None) -> Choice:
+def settle(ranked: Shortlist, compile: Compile | None) -> Choice:
     """Compile the model's configs for a GPU and choose the best usable one. With `compile=None`,
     for a known config, or on a processor, the first config is chosen and nothing is compiled."""
     by_code = ranked.origin == "model" and isinstance(ranked.task.device, GpuSpec)
@@ -206,7 +206,7 @@ def compiler_here(*, aligned: bool) -> Compile:
     return partial(verdict, aligned=aligned)
 
 
-def best_acceptable(ranked: Ranked, compile: Compile) -> Choice:
+def best_acceptable(ranked: Shortlist, compile: Compile) -> Choice:
     """Choose the usable config that is fastest by its machine code, or else by the resources that
     the compiler reports.
 

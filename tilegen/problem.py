@@ -268,25 +268,25 @@ class AttentionProblem:
         missing = [name for name in ("hq", "q", "d") if name not in numbers]
         strange = [word for word in masks if re.fullmatch(r"[\w.]+", word) and word not in NAMES]
         if strange:
-            trouble = f"{strange[0]!r} is no part of one{_meant(strange[0])}"
+            reason = f"{strange[0]!r} is no part of one{_meant(strange[0])}"
         elif missing:
-            trouble = f"no {missing[0]}N"
+            reason = f"no {missing[0]}N"
         elif not dtypes:
-            trouble = f"no dtype, which is one of {', '.join(DTYPE_BYTES)}"
+            reason = f"no dtype, which is one of {', '.join(DTYPE_BYTES)}"
         elif len(dtypes) > 1:
-            trouble = f"two dtypes, {dtypes[0]} and {dtypes[1]}"
+            reason = f"two dtypes, {dtypes[0]} and {dtypes[1]}"
         elif len(masks) > 1:
-            trouble = f"two masks, {masks[0]} and {masks[1]}; join them by &, | and ~"
+            reason = f"two masks, {masks[0]} and {masks[1]}; join them by &, | and ~"
         elif len(scores) > 1:
-            trouble = "two scores"
+            reason = "two scores"
         elif twice := next((word for word, tokens in words.items() if len(tokens) > 1), ""):
-            trouble = f"the word {twice} twice"
+            reason = f"the word {twice} twice"
         else:
-            trouble = ""
-        if trouble:
+            reason = ""
+        if reason:
             raise InvalidProblem(
                 "expected a problem such as 'b4 hq32 hkv8 q4096 kv4096 d128 bf16 causal', "
-                f"got {text!r}: {trouble}"
+                f"got {text!r}: {reason}"
             )
         return cls(
             batch=numbers.get("b", 1),

@@ -37,11 +37,8 @@ class Memo:
 
 @lru_cache(maxsize=64)
 def memo_of(problem: AttentionProblem) -> Memo:
-    """Return the memo of a problem: the model's only cache that depends on problems.
-
-    Values that do not depend on lengths are kept with the problem of length 1
-    (`KernelTask.lengthless`), so that problems of new lengths share them.
-    """
+    """Return the cache of the model's results for a problem. Results without lengths are in that of
+    the problem with all lengths 1 (`KernelTask.lengthless`)."""
     return Memo()
 
 
@@ -236,7 +233,7 @@ class Tiled:
         """One step of the inner loop, shared by configs that differ in warps and stages only."""
         task, config = self.task, self.config
         key = "step", task.kernel, config.rows, config.block_n, config.block_d
-        return task.lengthless.memo.once(key, lambda: task.spec.loop.step(task.problem, config))
+        return task.lengthless.memo.once(key, lambda: task.spec.step(task.problem, config))
 
     def by_tile(self, name: str, compute: Callable[[], T]) -> T:
         """Return a cached value that depends on the tile only, not on warps and stages."""

@@ -15,7 +15,13 @@ from benchmarks.study.tiles import DTYPES, held_words, moved_words
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.model.symbols import Z_S, H_kv, M, N, P, Z, b, d_qk, g, nnz, s, w
 from tilegen.problem import AttentionProblem
-from tilegen.theory.patterns import Pattern, bound_of, pattern_bound, spanned, unstructured_limit
+from tilegen.theory.patterns import (
+    MaskPattern,
+    bound_of,
+    pattern_bound,
+    spanned,
+    unstructured_limit,
+)
 from tilegen.theory.regimes import worst_case_over_instances
 
 ELEMENT_BYTES = 4
@@ -31,7 +37,7 @@ LONG_HEAD_DIM, LONG_BLOCK, LONG = 128, 128, 65536
 class Case:
     """A mask of N x N."""
 
-    pattern: Pattern
+    pattern: MaskPattern
     parameter: int = 0
     """Entries of a row of a window, side of a block, or 1 / density of an unstructured mask."""
 

@@ -115,7 +115,7 @@ def missing() -> str:
         return "valgrind is not installed; run apt-get install valgrind"
     if program := replay.missing():
         return f"{program} is not installed; run apt-get install gcc binutils"
-    return cpu.trouble()
+    return cpu.why_not_compiled()
 
 
 def valgrind_version() -> str:

@@ -14,7 +14,7 @@ from benchmarks import constants
 from benchmarks.workloads import CATALOGUE
 from tilegen.kernels.registry import KERNELS
 from tilegen.model import time
-from tilegen.model.on_chip import Family
+from tilegen.model.on_chip import UnitsOfFamily
 from tilegen.model.rates import Instructions, Rates
 
 FOLDER = Path(tilegen.model.__file__).parent
@@ -27,7 +27,9 @@ def in_the_table() -> set[str]:
 
 
 def in_the_code() -> set[str]:
-    results = {one.name for record in (Rates, Instructions, Family) for one in fields(record)}
+    results = {
+        one.name for record in (Rates, Instructions, UnitsOfFamily) for one in fields(record)
+    }
     for path in FOLDER.glob("*.py"):
         for line in path.read_text(encoding="utf-8").splitlines():
             if match := re.match(r"([A-Z][A-Z_]+(?:, [A-Z][A-Z_]+)*) = (?:\d|{\")", line):

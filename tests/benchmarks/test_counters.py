@@ -14,7 +14,7 @@ from benchmarks.summary import summarise
 from tests.cases import PROBLEM, a_workload
 from tests.records import H200
 from tests.result_files import own_columns
-from tilegen.choose.choice import Choice, Ranked
+from tilegen.choose.choice import Choice, Shortlist
 from tilegen.choose.ranker import estimate
 from tilegen.emit.render import render
 from tilegen.gpus.spec import gpu
@@ -76,7 +76,9 @@ def fake_ncu(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def chosen(config: TileConfig) -> Choice:
     return Choice(
         config=config,
-        ranked=Ranked(KernelTask.of("fwd", PROBLEM, gpu("h200")), (config,), "agreement", "a test"),
+        ranked=Shortlist(
+            KernelTask.of("fwd", PROBLEM, gpu("h200")), (config,), "agreement", "a test"
+        ),
     )
 
 

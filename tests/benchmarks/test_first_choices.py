@@ -29,7 +29,9 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Results of compiling, and the choice that a call would make."""
 
     def compiled(_: AttentionProblem, __: GpuSpec, ___: Kernel, config: TileConfig) -> Compiled:
-        return Compiled(seconds=SECONDS.get(config, 1e-3), objection="spills" * (config == SPILLS))
+        return Compiled(
+            seconds=SECONDS.get(config, 1e-3), why_not_used="spills" * (config == SPILLS)
+        )
 
     def settled(*_: Any, **__: Any) -> Any:
         return SimpleNamespace(config=NEW)
@@ -39,8 +41,8 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_reasons_come_from_compiled_numbers() -> None:
-    def of(seconds: float | None, objection: str = "") -> Compiled:
-        return Compiled(seconds=seconds, objection=objection)
+    def of(seconds: float | None, why_not_used: str = "") -> Compiled:
+        return Compiled(seconds=seconds, why_not_used=why_not_used)
 
     assert why(of(1.0, "spills"), of(1.0)) == "not usable: spills"
     assert why(of(1.0), of(1.001)).startswith("as fast")

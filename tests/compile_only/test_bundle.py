@@ -13,14 +13,14 @@ import pytest
 
 from tests import warm
 from tests.used import used
-from tilegen.bundles.building import Made, generate
+from tilegen.bundles.building import BuiltKernel, generate
 from tilegen.bundles.folder import NOTES
 from tilegen.bundles.manifest import Manifest
 from tilegen.bundles.served import Bundle
 from tilegen.choose.families import kernels_of
 from tilegen.cli.main import main
 from tilegen.compiling import workers
-from tilegen.compiling.acceptable import first_that_fits, spill_objection
+from tilegen.compiling.acceptable import first_that_fits, why_not_spilled
 from tilegen.compiling.compiler import CompiledKernel
 from tilegen.compiling.workers import compile_many
 from tilegen.emit import kernel_files
@@ -46,7 +46,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 @pytest.mark.usefixtures("shared_compiler", "small_tiles")
 def test_generate_writes_kernels_binaries_and_a_manifest(tmp_path: Path) -> None:
-    seen: list[Made] = []
+    seen: list[BuiltKernel] = []
     path = generate(
         [PROBLEM, PROBLEM], [gpu("h200"), gpu("mi300x")], tmp_path, on_kernel=seen.append
     )
@@ -64,7 +64,7 @@ def test_generate_writes_kernels_binaries_and_a_manifest(tmp_path: Path) -> None
         assert binary.function.encode() in code
         spec = gpu("h200" if binary.arch == "sm_90" else "mi300x")
         assert binary.resources.shared_bytes <= spec.smem_per_block
-        assert not spill_objection(binary.resources.spill_bytes)
+        assert not why_not_spilled(binary.resources.spill_bytes)
         assert binary.threads == binary.config.num_warps * (32 if binary.arch == "sm_90" else 64)
         assert [type_ for _, type_ in binary.arguments].count("i32") >= 8
     assert set(digests(tmp_path)) == {
@@ -224,7 +224,7 @@ def test_the_first_that_fits_is_taken() -> None:
 def test_a_compiler_that_dies_is_a_value_and_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Aborts inside LLVM end the process; the kernels after it still compile."""
     rendered = render(PROBLEM, TileConfig(block_m=16, block_n=16))
-    worker = workers.Worker()
+    worker = workers.CompileWorker()
     try:
         process = worker._start()
         os.kill(process.pid, signal.SIGKILL)

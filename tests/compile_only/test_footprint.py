@@ -224,7 +224,7 @@ def test_more_warps_leave_less_registers_on_amd() -> None:
 
 def test_register_features_have_their_names() -> None:
     config = TileConfig.parse("m128n64w8s2")
-    work = KERNELS["fwd"].loop.step(PARSE(PROBLEMS[2]), config)
+    work = KERNELS["fwd"].step(PARSE(PROBLEMS[2]), config)
     actual = register_features(work, 2, 8, "sm_80")
     named = dict(zip(REGISTER_FEATURES, actual, strict=True))
     assert named == {
@@ -237,7 +237,7 @@ def test_register_features_have_their_names() -> None:
         "slices": 0,
     }
     config = TileConfig.parse("m64n32d64w4s2")
-    work = KERNELS["fwd_streamed"].loop.step(PARSE("hq1 q4096 d512 fp32 full"), config)
+    work = KERNELS["fwd_streamed"].step(PARSE("hq1 q4096 d512 fp32 full"), config)
     named = dict(zip(REGISTER_FEATURES, register_features(work, 4, 4, "sm_80"), strict=True))
     assert (named["changed"], named["slices"]) == (0, 1)
     assert named["results"] == 64 * 512 / 128

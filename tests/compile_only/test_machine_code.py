@@ -13,9 +13,9 @@ import tilegen
 from benchmarks.machine_code import neighbourhood
 from tests.conftest import CheckGolden
 from tests.settled import usable
-from tilegen.choose.choice import Ranked
+from tilegen.choose.choice import Shortlist
 from tilegen.cli.main import app
-from tilegen.compiling.acceptable import objection
+from tilegen.compiling.acceptable import why_not_used
 from tilegen.compiling.compiler import CompiledKernel, compile_for
 from tilegen.emit.render import render
 from tilegen.gpus.spec import gpu
@@ -178,12 +178,12 @@ def test_traps_are_not_chosen() -> None:
     """A head dim of 72 is two pieces in tensor memory, which this tile has no room for."""
     problem, b200 = PARSE("b32 hq16 hkv16 q729 d72 bf16 full"), gpu("b200")
     trap, good = TileConfig.parse("m128n256w8s2t"), TileConfig.parse("m64n32w4s2")
-    ranked = Ranked(KernelTask.of("fwd", problem, b200), (trap, good), "model", "a test")
+    ranked = Shortlist(KernelTask.of("fwd", problem, b200), (trap, good), "model", "a test")
     chosen = best_acceptable(
         ranked,
         lambda tiled: compile_for(render(problem, tiled.config, "fwd"), "sm_100").resources,
     )
-    assert "into a trap" in objection(chosen.tried[trap], b200)
+    assert "into a trap" in why_not_used(chosen.tried[trap], b200)
     assert chosen.config == good
 
 

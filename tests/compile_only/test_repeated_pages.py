@@ -23,7 +23,7 @@ from tilegen.kernels.config import TileConfig
 from tilegen.launch.launcher import Unfamiliar
 from tilegen.launch.triton_function import TritonFunction
 from tilegen.runtime import dispatch, plans
-from tilegen.runtime.paged_call import Form
+from tilegen.runtime.paged_call import PagedForm
 
 ADDRESS = 2**32
 """Numbers from here on are addresses."""
@@ -138,13 +138,13 @@ def test_a_paged_call_launches_the_same_whatever_was_called_before() -> None:
 
 def test_a_call_like_the_one_before_is_checked_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[object] = []
-    real = Form.of
+    real = PagedForm.of
 
-    def of(*given: Any) -> Form:
+    def of(*given: Any) -> PagedForm:
         checked.append(given)
         return real(*given)
 
-    monkeypatch.setattr(dispatch.Form, "of", of)
+    monkeypatch.setattr(dispatch.PagedForm, "of", of)
     named = kinds()
     with as_if_on_a_gpu():
         for name in (

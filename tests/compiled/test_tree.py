@@ -16,7 +16,7 @@ from tests.splits import NAMES, splits
 from tests.tasks import tiled
 from tilegen.check.reference import make_inputs
 from tilegen.check.verification import require, verify
-from tilegen.cpu.checks import Traffic
+from tilegen.cpu.checks import CountedTraffic
 from tilegen.emit.render import render
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.launch.binding import BoundKernel
@@ -42,7 +42,7 @@ def problem_of(lengths: str, mask: Mask, heads: str = "b2 hq6 hkv2") -> Attentio
 
 def bound(
     problem: AttentionProblem, config: TileConfig, kernel: Kernel, mask: Mask
-) -> tuple[Any, Traffic]:
+) -> tuple[Any, CountedTraffic]:
     launch, actual = counting(render(problem, config, kernel, aligned=False))
     bound_kernel = BoundKernel(launch, problem.mask, kernel, config)
     return bound_kernel.given(

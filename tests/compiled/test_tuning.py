@@ -24,7 +24,7 @@ from tilegen.kernels.config import TileConfig
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import plans
 from tilegen.store import Location, TuningRecord, Versions, save
-from tilegen.store.lookup import like
+from tilegen.store.lookup import similar_devices
 from tilegen.task import KernelTask
 from tilegen.tuning import in_turns
 from tilegen.tuning.measure import Measurement
@@ -191,7 +191,7 @@ def test_a_call_borrows_from_another_processor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The nearest processor with the same vectors has a record, which a line names."""
-    others = like(current_cpu())
+    others = similar_devices(current_cpu())
     if not others:
         pytest.skip(f"no other processor of the catalogue has {current_cpu().arch}")
     monkeypatch.setenv("TILEGEN_CACHE_PATH", str(tmp_path / "shared"))

@@ -54,7 +54,7 @@ def test_killed_writers_lose_nothing(
 
     where = Location(url, "own" if kind == "folder" else "shared")
     listed = {one.name: one for one in list_records([where])}
-    assert [one.trouble for one in listed.values() if one.trouble] == [], "no torn file"
+    assert [one.reason for one in listed.values() if one.reason] == [], "no torn file"
     for text, step in told["last"].items():
         key, process = map(int, text.split())
         there = listed[str(record_path("h200", "fwd", KEYS[key]))].record

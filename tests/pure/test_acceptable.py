@@ -9,10 +9,10 @@ import pytest
 
 from tests.used import STEP, used
 from tilegen import pipeline
-from tilegen.choose.choice import Ranked
+from tilegen.choose.choice import Shortlist
 from tilegen.choose.ranker import by_lower_bound, propose, time_as_compiled
 from tilegen.compiling import compiler
-from tilegen.compiling.acceptable import MOST_LOCAL, acceptable, first_that_fits, objection
+from tilegen.compiling.acceptable import MOST_LOCAL, acceptable, first_that_fits, why_not_used
 from tilegen.emit.identity import RenderedKernel
 from tilegen.errors import BuildFailed
 from tilegen.gpus.spec import gpu
@@ -38,16 +38,16 @@ def test_a_binary_may_spill_a_little() -> None:
         assert bench.refused(used(spill_bytes=spilled), H200) is None
     much = used(spill_bytes=MOST_SPILLED + 8)
     assert not acceptable(much, H200)
-    assert objection(much, H200).startswith("136 bytes of registers spilled per thread")
+    assert why_not_used(much, H200).startswith("136 bytes of registers spilled per thread")
     actual = bench.refused(much, H200)
     assert actual is not None
-    assert (actual.status, actual.message) == ("declined", objection(much, H200))
+    assert (actual.status, actual.message) == ("declined", why_not_used(much, H200))
 
 
 def test_a_trap_is_no_kernel() -> None:
     """ptxas makes a trap of a kernel that needs more tensor memory than the GPU has."""
     trap, spills = used(registers=4), used(spill_bytes=4000)
-    assert "into a trap" in objection(trap, gpu("b200"))
+    assert "into a trap" in why_not_used(trap, gpu("b200"))
     assert not acceptable(trap, gpu("b200"))
     assert first_that_fits([trap, spills], gpu("b200")) == 1
     with pytest.raises(BuildFailed, match="none did"):
@@ -62,7 +62,7 @@ def test_a_binary_is_judged_by_its_inner_loop() -> None:
     most = int(MOST_LOCAL * bound)  # a load or store of a warp takes a clock
     assert acceptable(used(step_code=replace(STEP, local=most)), H200)
     much = used(step_code=replace(STEP, local=most + 1))
-    assert objection(much, H200).startswith(f"local memory takes {most + 1} clocks of a step")
+    assert why_not_used(much, H200).startswith(f"local memory takes {most + 1} clocks of a step")
     actual = bench.refused(much, H200)
     assert actual is not None
     assert actual.status == "declined"
@@ -70,7 +70,7 @@ def test_a_binary_is_judged_by_its_inner_loop() -> None:
 
 def test_a_binary_that_waits_for_each_product_is_refused_whatever_it_spills() -> None:
     waiting = used(spill_bytes=0, step_code=replace(STEP, serialized=True, local=0))
-    assert objection(waiting, H200) == "0 bytes spilled, and each matrix product is waited for"
+    assert why_not_used(waiting, H200) == "0 bytes spilled, and each matrix product is waited for"
 
 
 def test_machine_code_ranks_compiled_configs() -> None:
@@ -89,9 +89,9 @@ def test_machine_code_ranks_compiled_configs() -> None:
 
 def test_a_binary_has_to_exist_and_fit() -> None:
     assert not acceptable(BuildFailed("no"), H200)
-    assert objection(BuildFailed("no"), H200) == "no"
+    assert why_not_used(BuildFailed("no"), H200) == "no"
     large = used(shared_bytes=H200.smem_per_block + 1024)
-    assert objection(large, H200) == "228 KiB > 227 KiB"
+    assert why_not_used(large, H200) == "228 KiB > 227 KiB"
     assert acceptable(used(shared_bytes=H200.smem_per_block), H200)
 
 
@@ -164,7 +164,7 @@ def test_registers_of_a_tile_tell_of_its_other_stages() -> None:
     task = KernelTask.of("bwd_dq", problem, H200)
     asked = by_lower_bound(task, top=MAX_COMPILES)
     alike = [one for one in asked if replace(one.config, num_stages=4) == tile]
-    ranked = Ranked(task, tuple(one.config for one in alike), "model", "", tuple(alike))
+    ranked = Shortlist(task, tuple(one.config for one in alike), "model", "", tuple(alike))
 
     def compiled(registers: int) -> tuple[TileConfig, int]:
         def compile_(tiled: Tiled) -> Resources:
@@ -193,7 +193,7 @@ def test_a_tile_that_is_slower_as_compiled_is_not_compiled_with_other_stages() -
         code = replace(STEP, exposed=STEP.instructions)
         return used(shared_bytes=needs.smem_bytes, step_code=code)
 
-    ranked = Ranked(KernelTask.of("bwd_dkdv", PROBLEM, H200), tuple(stages), "model", "", alike)
+    ranked = Shortlist(KernelTask.of("bwd_dkdv", PROBLEM, H200), tuple(stages), "model", "", alike)
     choice = pipeline.best_acceptable(ranked, compile_)
     assert choice.seconds[tile] > 1.2 * first.estimate.cost
     assert asked == [stages[0], stages[3]]
@@ -248,7 +248,7 @@ def test_another_tile_is_compiled_before_the_same_with_other_stages() -> None:
         return used(spill_bytes=MOST_SPILLED + 8 if tiled.config == wide else 0)
 
     task = KernelTask.of("bwd_dq", PROBLEM, H200)
-    given = pipeline.Ranked(task, tuple(ranked), "model", "the model", tuple(candidates))
+    given = pipeline.Shortlist(task, tuple(ranked), "model", "the model", tuple(candidates))
     chosen = pipeline.best_acceptable(given, compile)
     assert asked[:2] == [wide, narrow]
     assert chosen.config != wide

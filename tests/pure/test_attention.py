@@ -99,7 +99,9 @@ def test_where_nothing_compiles_pytorch_computes_with_one_notice(
     disk.say_once.cache_clear()
     plans.by_call.clear()
     monkeypatch.setenv("TILEGEN_CPU", "")
-    monkeypatch.setattr(cpu, "trouble", lambda: "llvmlite is not installed; run pip install it")
+    monkeypatch.setattr(
+        cpu, "why_not_compiled", lambda: "llvmlite is not installed; run pip install it"
+    )
     with caplog.at_level(logging.WARNING, logger="tilegen"):
         for mask in (None, tilegen.causal(), tilegen.causal("bottom_right")):
             out, lse = tilegen.attention(x.q, x.k, x.v, mask=mask, return_lse=True)

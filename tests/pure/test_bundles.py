@@ -176,7 +176,9 @@ def test_kernels_that_nothing_gives_are_refused_by_what_is_missing(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TILEGEN_CPU", "kernels")
-    monkeypatch.setattr(cpu, "trouble", lambda: "llvmlite is not installed; run pip install it")
+    monkeypatch.setattr(
+        cpu, "why_not_compiled", lambda: "llvmlite is not installed; run pip install it"
+    )
     q = torch.randn(1, 2, 24, 16)
     none = "none can be compiled here: llvmlite is not installed; run pip install it; without"
     with pytest.raises(Unsupported, match=f"no kernels for 'b1 hq2 .* full': {none}"):

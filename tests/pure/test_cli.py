@@ -113,7 +113,7 @@ def test_propose_ranks() -> None:
     assert header.split()[:2] == ["tile", "predicted"]
     assert max(map(len, lines)) <= 100
     assert reason[0].startswith(rows[0].split()[0] + ": ")
-    assert "rows stay" in " ".join(reason)
+    assert "rows stationary" in " ".join(reason)
     ranked = json.loads(run("propose", PROBLEM, "--gpu", "h200", "--top", "3", "--json"))
     assert [entry["config"]["block_m"] for entry in ranked]
     assert ranked[0]["estimate"]["read_bytes"] > 0
@@ -283,7 +283,7 @@ def test_demo_fits_the_terminal_and_ends_with_the_next_command(
     assert any(line.startswith("forward        1 kernel, ") for line in lines)
     assert f"{seconds_text(chosen.estimate.seconds)} predicted" in "\n".join(lines)
     folded = lines.index(next(line for line in lines if line.startswith("fwd ") and "m" in line))
-    reason = next(i for i, line in enumerate(lines) if i > folded and "rows stay" in line)
+    reason = next(i for i, line in enumerate(lines) if i > folded and "rows stationary" in line)
     assert lines[reason + 1].startswith(15 * " ")
     tilegen_, explain, *rest = shlex.split(last)
     assert (tilegen_, explain, rest) == ("tilegen", "explain", [problem.key, "--gpu", "h200"])

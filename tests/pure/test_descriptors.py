@@ -16,7 +16,7 @@ from tests.records import RECORD, timed
 from tests.tasks import tiled
 from tilegen import cpu, pipeline
 from tilegen.bundles import building
-from tilegen.choose.choice import Choice, Ranked
+from tilegen.choose.choice import Choice, Shortlist
 from tilegen.choose.ranker import by_lower_bound, propose, search_space
 from tilegen.choose.records import Records
 from tilegen.emit.render import render
@@ -42,7 +42,7 @@ def test_the_kernels_that_have_them() -> None:
     for kernel in DESCRIBED:
         spec = KERNELS[kernel]
         assert spec.whole
-        assert set(spec.described) <= set(spec.whole.streams)
+        assert set(spec.described) <= {one.name for one in spec.streamed}
 
 
 def test_a_config_says_it_and_others_look_as_before() -> None:
@@ -199,7 +199,9 @@ def test_explain_says_how_tiles_are_loaded() -> None:
 def test_bundles_have_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
 
-    def rank(records: Records, task: KernelTask, *, describable: bool, may_compile: bool) -> Ranked:
+    def rank(
+        records: Records, task: KernelTask, *, describable: bool, may_compile: bool
+    ) -> Shortlist:
         asked.append(describable)
         raise Unsupported("enough")
 

@@ -12,7 +12,6 @@ from tilegen.choose.families import CLEARLY_FASTER, family, kernels_of, ranked_f
 from tilegen.errors import Unsupported
 from tilegen.gpus.spec import gpu, with_fast_memory
 from tilegen.kernels.config import TileConfig
-from tilegen.kernels.loops import OverRows
 from tilegen.kernels.panels import PANEL_STEP, panels, panels_per_group, rows_for
 from tilegen.kernels.registry import KERNELS, SMALL_CACHE, check_config
 from tilegen.problem import AttentionProblem
@@ -166,10 +165,8 @@ def test_kernels_whose_loop_takes_splits_have_the_knob_for_them() -> None:
     """A part of a sum is read by the kernel that follows, in the order of the splits."""
     for spec in KERNELS.values():
         assert (spec.splits or spec.shares) == (spec.knobs.split_kv != (0,)), spec.name
-        assert (spec.splits or spec.shares) == bool(spec.parts), spec.name
-        assert spec.joins == any(one.startswith("partial") for one in spec.given), spec.name
-        if isinstance(spec.loop, OverRows):
-            assert set(spec.loop.works_on) <= set(spec.given), spec.name
+        assert spec.parts == any(x.in_parts for x in spec.outputs), spec.name
+        assert spec.joins == any(one.startswith("partial") for one in spec.parameters), spec.name
 
 
 def test_score_tiles_hold_whole_steps_of_values() -> None:

@@ -255,7 +255,7 @@ def test_file_of_others_is_only_passed_over(
 def test_listing_and_explaining_survive_it(tmp_path: Path, name: str) -> None:
     file = put(tmp_path / "own", name)
     where = [own(tmp_path / "own"), place(tmp_path / "shipped", RECORD, "shipped")]
-    troubles = {Path(entry.file): entry.trouble for entry in list_records(where)}
+    troubles = {Path(entry.file): entry.reason for entry in list_records(where)}
     assert HOSTILE[name][1] in troubles[file]
     assert troubles[folder_of(where[1]) / RECORD.path] == ""
     assert [entry.record for entry in why(TASK, where=where)] == [RECORD]

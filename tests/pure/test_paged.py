@@ -247,7 +247,7 @@ def test_addresses_and_strides_are_part_of_the_kind() -> None:
     def key(**changed: Any) -> Any:
         q, k, v, table, lengths = (plain | changed).values()
         pages = Pages(table, lengths, None, None, None, "NHD", None)
-        form = paged_call.Form.of(q, k, v, pages)
+        form = paged_call.PagedForm.of(q, k, v, pages)
         return form.is_aligned, form.key(q, Changes(tilegen.full(), pages=pages))
 
     (is_aligned, first), (still, second) = key(), key(q=torch.randn(3, 4, 2, 33)[..., :32])

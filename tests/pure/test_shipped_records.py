@@ -19,8 +19,8 @@ def test_every_file_is_valid_and_found_by_its_fields() -> None:
     listed = list_records([SHIPPED])
     assert listed
     for file in listed:
-        assert file.record is not None, file.trouble
-        assert not file.trouble, file.trouble
+        assert file.record is not None, file.reason
+        assert not file.reason, file.reason
         record = file.record
         task = KernelTask.of(record.kernel, record.problem, device_named(record.gpu))
         entry = look_up(task, where=[SHIPPED], borrow=False)

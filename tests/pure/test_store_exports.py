@@ -27,7 +27,7 @@ def test_unmeasured_records_are_not_moved(tmp_path: Path) -> None:
     assert files(tmp_path / "there") == {}
     assert len(file.read_text().splitlines()) == 1, "the head of an export alone"
     (checked,) = check([mine])
-    assert "nobody has measured it" in checked.trouble
+    assert "nobody has measured it" in checked.reason
     measured = record(kernel="bwd_dq")
     assert save(measured, location=mine).wins
     assert files(tmp_path / "mine") == {str(measured.path): measured.to_json().encode()}

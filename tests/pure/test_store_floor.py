@@ -19,7 +19,7 @@ from tilegen.errors import InvalidRecord
 from tilegen.gpus.spec import gpu
 from tilegen.problem import AttentionProblem
 from tilegen.store import TuningRecord, look_up, save
-from tilegen.store.floor import ALLOWED, too_fast
+from tilegen.store.floor import ALLOWED, why_not_credible
 from tilegen.store.transfer import merge
 from tilegen.store.trials import Conditions, Trial, trial_line
 from tilegen.store.upkeep import check
@@ -55,7 +55,7 @@ def test_a_forged_record_is_passed_over_by_name(
     assert WHY in warning
     assert file.exists()
     (checked,) = check([where])
-    assert WHY in checked.trouble
+    assert WHY in checked.reason
 
 
 def test_a_forged_finding_hides_no_honest_one(
@@ -116,8 +116,8 @@ def test_floor_is_bytes_over_bandwidth_or_products_over_peak(
 ) -> None:
     parsed = AttentionProblem.parse(problem)
     which: dict[str, Any] = {"problem": parsed, "gpu": "h200", "kernel": kernel}
-    assert too_fast(timed(ALLOWED * floor * 0.98), **which)
-    assert not too_fast(timed(ALLOWED * floor * 1.02), **which)
+    assert why_not_credible(timed(ALLOWED * floor * 0.98), **which)
+    assert not why_not_credible(timed(ALLOWED * floor * 1.02), **which)
 
 
 @pytest.mark.parametrize("name", ["h200", "t4", "b200", "mi300x"])
@@ -126,9 +126,9 @@ def test_nothing_that_the_model_predicts_is_impossible(name: str) -> None:
     for problem in PROBLEMS[::4]:
         for kernel in kernels_of(problem, spec):
             best = propose(KernelTask.of(kernel, problem, spec), top=1)[0].estimate
-            trouble = too_fast(timed(1e6 * best.seconds), problem, name, kernel)
+            trouble = why_not_credible(timed(1e6 * best.seconds), problem, name, kernel)
             assert not trouble, f"{kernel} for '{problem}' on {name}: {trouble}"
 
 
 def test_of_an_unknown_gpu_nothing_is_known() -> None:
-    assert not too_fast(timed(0.01), PROBLEM, "h20", "fwd")
+    assert not why_not_credible(timed(0.01), PROBLEM, "h20", "fwd")

@@ -169,10 +169,10 @@ def test_hostile_files_do_no_harm_and_are_set_aside_by_name(
 
     listed = list(list_records(where[:1]))
     assert len(listed) == len(files)
-    usable = sum(one.record is not None and not one.trouble for one in listed)
+    usable = sum(one.record is not None and not one.reason for one in listed)
     moved = list(merge(where[:1], own(tmp_path / "merged")))
     assert sum(one.action == "added" for one in moved) == usable
-    assert all(not one.trouble for one in list_records([own(tmp_path / "merged")]))
+    assert all(not one.reason for one in list_records([own(tmp_path / "merged")]))
 
 
 CONDITIONS = Conditions(
@@ -220,7 +220,7 @@ def test_hostile_exports(tmp_path: Path) -> None:
             "same",
             "refused",
         }
-    assert all(not one.trouble for one in list_records([target]))
+    assert all(not one.reason for one in list_records([target]))
     assert {path.name for path in tmp_path.iterdir()} <= {"x.jsonl", "b", "work"}
 
 

@@ -91,10 +91,10 @@ def test_list_shows_all_files_of_all_locations_and_changes_none(tmp_path: Path) 
     before = sorted(tmp_path.rglob("*"))
     listed = {Path(entry.name).name: entry for entry in list_records([good])}
     assert set(listed) == {RECORD.path.name, "torn.json", "moved.json", "old.json.broken"}
-    assert (listed[RECORD.path.name].record, listed[RECORD.path.name].trouble) == (RECORD, "")
-    assert "expected JSON" in listed["torn.json"].trouble
-    assert "belongs at" in listed["moved.json"].trouble
-    assert "set aside" in listed["old.json.broken"].trouble
+    assert (listed[RECORD.path.name].record, listed[RECORD.path.name].reason) == (RECORD, "")
+    assert "expected JSON" in listed["torn.json"].reason
+    assert "belongs at" in listed["moved.json"].reason
+    assert "set aside" in listed["old.json.broken"].reason
     assert [
         (entry.origin, entry.record.gpu) for entry in list_records([shipped]) if entry.record
     ] == [("shipped", "a100")]
@@ -102,5 +102,5 @@ def test_list_shows_all_files_of_all_locations_and_changes_none(tmp_path: Path) 
 
 
 def test_shipped_records_are_all_in_order() -> None:
-    troubles = [e for e in list_records([Location(str(ROOT / "cache"), "shipped")]) if e.trouble]
+    troubles = [e for e in list_records([Location(str(ROOT / "cache"), "shipped")]) if e.reason]
     assert troubles == []

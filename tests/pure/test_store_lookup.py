@@ -41,7 +41,7 @@ from tilegen.store import (
     places,
 )
 from tilegen.store.election import join
-from tilegen.store.lookup import illegal, like
+from tilegen.store.lookup import similar_devices, why_not_legal
 from tilegen.store.record import path_of_key
 from tilegen.store.transfer import merge
 from tilegen.task import KernelTask, Tiled
@@ -265,7 +265,7 @@ def test_a_look_up_loads_nothing_heavy() -> None:
 def test_without_a_record_of_its_own_a_gpu_borrows_from_the_nearest_of_its_architecture(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert [spec.name for spec in like(gpu("h200"))] == ["h100", "h100-pcie"]
+    assert [spec.name for spec in similar_devices(gpu("h200"))] == ["h100", "h100-pcie"]
     for us, name in ((300.0, "h100-pcie"), (310.0, "h100")):
         place(tmp_path, record(gpu=name, us=us))
     place(tmp_path, record(gpu="a100", arch="sm_80", us=100.0))
@@ -328,8 +328,8 @@ def test_a_config_that_cannot_run_here_is_refused_before_it_is_compiled(
 def test_a_borrowed_config_must_fit_the_gpu(tmp_path: Path) -> None:
     large = replace(H200, name="large", smem_per_block=600_000, smem_per_sm=600_000)
     config = TileConfig.parse("m256n128w8s4")
-    assert illegal(Tiled.of("fwd", PROBLEM, large, config)) == ""
-    assert illegal(Tiled.of("fwd", PROBLEM, gpu("h100"), config))
+    assert why_not_legal(Tiled.of("fwd", PROBLEM, large, config)) == ""
+    assert why_not_legal(Tiled.of("fwd", PROBLEM, gpu("h100"), config))
     place(tmp_path, record(config=config))
     assert look_up(KernelTask.of("fwd", PROBLEM, gpu("h100")), where=[own(tmp_path)]) is None
 
@@ -403,7 +403,7 @@ def test_records_under_an_older_notation_of_the_mask_are_found(
     used = look_up(task, where=[own(tmp_path)])
     assert used is not None
     assert used.record.config == (older if winner == OLD else newer).config
-    assert [listed.trouble for listed in list_records([own(tmp_path)])] == ["", ""]
+    assert [listed.reason for listed in list_records([own(tmp_path)])] == ["", ""]
     target = tmp_path / "target"
     moved = list(merge([own(tmp_path)], own(target)))
     assert [one.action for one in moved].count("refused") == 0

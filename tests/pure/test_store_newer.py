@@ -123,7 +123,7 @@ def test_a_newer_line_stops_no_export_and_is_in_order(tmp_path: Path, name: str)
         file.write_text("".join(f"{line}\n" for line in lines))
         stores.append(own(tmp_path / store))
         (checked,) = check(stores[-1:])
-        assert checked.trouble == ""
+        assert checked.reason == ""
         exported = tmp_path / f"{store}.jsonl"
         (moved,) = export(stores[-1:], exported)
         assert moved.action == "added"
@@ -139,7 +139,7 @@ def test_newer_lines_without_a_readable_problem_stop_no_export(tmp_path: Path) -
         file = tmp_path / "own" / trials_path("h200", kernel, PROBLEM)
         file.parent.mkdir(parents=True)
         file.write_text("".join(f"{line}\n" for line in lines))
-    assert [one.trouble for one in check([own(tmp_path / "own")])] == ["", ""]
+    assert [one.reason for one in check([own(tmp_path / "own")])] == ["", ""]
     moved = {
         one.file.split("/")[-2]: one for one in export([own(tmp_path / "own")], tmp_path / "x")
     }
@@ -159,7 +159,7 @@ def test_bad_lines_of_this_tilegen_are_not_in_order(tmp_path: Path) -> None:
     for line in (line_of(config=size), line_of(config=size, **here)):
         file.write_text(json.dumps(line) + "\n")
         (checked,) = check([own(tmp_path)])
-        assert checked.trouble.startswith("1 lines are not trials, first line 1: config: ")
+        assert checked.reason.startswith("1 lines are not trials, first line 1: config: ")
 
 
 def test_records_that_name_a_version_more_are_read() -> None:

@@ -97,7 +97,7 @@ def test_save_look_up_and_list(url: str) -> None:
     assert entry is not None
     assert (entry.record, entry.origin, entry.file) == (RECORD, "shared", saved.file)
     (listed,) = list_records([where])
-    assert (listed.record, listed.trouble, listed.file) == (RECORD, "", saved.file)
+    assert (listed.record, listed.reason, listed.file) == (RECORD, "", saved.file)
 
 
 def test_a_bucket_that_is_not_there_is_named(bucket: str) -> None:
@@ -163,7 +163,7 @@ def test_too_large_a_file_is_not_read_whole(memory: str, monkeypatch: pytest.Mon
     fs, root = fsspec.url_to_fs(memory)
     fs.pipe_file(f"{root}/{RECORD.path}", b" " * 10_000_000)
     (listed,) = list_records([shared(memory)])
-    assert "expected at most 65536 bytes" in listed.trouble
+    assert "expected at most 65536 bytes" in listed.reason
 
 
 def test_conditional_put_notices_another_writer(bucket: str) -> None:

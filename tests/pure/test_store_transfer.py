@@ -14,7 +14,7 @@ from tilegen.errors import Unsupported
 from tilegen.kernels.config import TileConfig
 from tilegen.problem import AttentionProblem
 from tilegen.store import Location, TuningRecord, list_records, save, upkeep
-from tilegen.store.transfer import Wanted, export, import_, merge, promote, summary
+from tilegen.store.transfer import Selection, export, import_, merge, promote, summary
 from tilegen.store.trials import Conditions, Trial, join_trials, trial_line
 from tilegen.store.upkeep import check, prune
 from tilegen.tuning.measure import Measurement
@@ -131,14 +131,16 @@ def test_a_record_of_another_tilegen_at_the_target_stays_and_the_rest_goes_on(
 @pytest.mark.parametrize(
     "wanted, names",
     [
-        (Wanted(), {"h200/fwd", "h200/bwd_dq", "a100/fwd", "trials/h200"}),
-        (Wanted(gpu="a100"), {"a100/fwd"}),
-        (Wanted(kernel="fwd"), {"h200/fwd", "a100/fwd", "trials/h200"}),
-        (Wanted(gpu="h200", kernel="bwd_dq"), {"h200/bwd_dq"}),
+        (Selection(), {"h200/fwd", "h200/bwd_dq", "a100/fwd", "trials/h200"}),
+        (Selection(gpu="a100"), {"a100/fwd"}),
+        (Selection(kernel="fwd"), {"h200/fwd", "a100/fwd", "trials/h200"}),
+        (Selection(gpu="h200", kernel="bwd_dq"), {"h200/bwd_dq"}),
     ],
     ids=["all", "gpu", "kernel", "both"],
 )
-def test_only_selected_records_are_moved(tmp_path: Path, wanted: Wanted, names: set[str]) -> None:
+def test_only_selected_records_are_moved(
+    tmp_path: Path, wanted: Selection, names: set[str]
+) -> None:
     for kept in (RECORD, record(kernel="bwd_dq"), record(gpu="a100", arch="sm_80")):
         place(tmp_path / "a", kept)
     log_of(tmp_path / "a").append(trial(CONFIGS[0], 100.0))
@@ -179,7 +181,7 @@ def test_promote_ships_measured_winners_without_their_rivals(tmp_path: Path) -> 
 def test_check_names_everything_that_is_wrong(tmp_path: Path) -> None:
     good = place(tmp_path, RECORD)
     log_of(tmp_path).append(trial(CONFIGS[0], 100.0))
-    assert [one.trouble for one in check([good])] == ["", ""]
+    assert [one.reason for one in check([good])] == ["", ""]
     huge = TileConfig.parse("m256n256w8s6")
     place(tmp_path, record(kernel="bwd_dq", config=huge))
     place(tmp_path, record(kernel="bwd_dkdv", arch="sm_80"))
@@ -200,13 +202,13 @@ def test_check_names_everything_that_is_wrong(tmp_path: Path) -> None:
     with log_of(tmp_path).file.open("ab") as file:
         file.write(b'{"torn')
     before = files(tmp_path)
-    results = {Path(one.file).parent.name: one.trouble for one in check([good])}
+    results = {Path(one.file).parent.name: one.reason for one in check([good])}
     assert "bytes of shared memory" in results["bwd_dq"]
     assert "arch must be sm_90, that of h200, got sm_80" in results["bwd_dkdv"]
     assert "not the one its findings elect" in results["bwd_preprocess"]
     assert files(tmp_path) == before
     list(merge([good], good))
-    repaired = {one.file: one.trouble for one in check([good])}
+    repaired = {one.file: one.reason for one in check([good])}
     assert not any(trouble for file, trouble in repaired.items() if "bwd_preprocess" in file)
     assert not any(trouble for file, trouble in repaired.items() if "trials" in file)
 
@@ -214,7 +216,7 @@ def test_check_names_everything_that_is_wrong(tmp_path: Path) -> None:
 def test_check_names_a_date_that_is_to_come(tmp_path: Path) -> None:
     where = place(tmp_path, record(rivals=(record(us=500.0, date="2099-01-01T00:00:00Z"),)))
     (checked,) = check([where])
-    assert checked.trouble == (
+    assert checked.reason == (
         "date must be at most a day ahead of this machine's clock, got 2099-01-01T00:00:00Z"
     )
 

@@ -21,7 +21,7 @@ from tilegen.kernels.spec import Direction
 from tilegen.model import symbols
 from tilegen.model.bounds import bound_values, bounds_of
 from tilegen.model.subgrids import (
-    Family,
+    MaskFamily,
     closed_form,
     spanned_by_all_heads,
 )
@@ -65,7 +65,7 @@ def both_bounds(values: dict[sp.Symbol, float]) -> tuple[float, float]:
 
 def test_forms_are_of_the_symbols_that_explanations_name() -> None:
     known = {symbols.N_q, symbols.N_kv, g, w_b, symbols.p}
-    assert all(closed_form(one).free_symbols <= known for one in get_args(Family))
+    assert all(closed_form(one).free_symbols <= known for one in get_args(MaskFamily))
     assert w not in spanned_by_all_heads().free_symbols
 
 

@@ -66,7 +66,7 @@ def test_below_this_head_dim_exponentials_take_longer(name: str, head_dim: int) 
 )
 def test_products_of_each_kernel(kernel: Kernel, products: int) -> None:
     """Two in the forward; seven in the two backward passes together."""
-    work = KERNELS[kernel].loop.step(LLAMA, config("m64n32w4s2"))
+    work = KERNELS[kernel].step(LLAMA, config("m64n32w4s2"))
     assert work.multiply_adds == products * 64 * 32 * 128
 
 

@@ -205,9 +205,9 @@ def test_a_proposal_marks_compiled_and_predicted_numbers(compile_: Compiler) -> 
         triton=version("triton"),
         resources=GOOD,
         seconds=time_as_compiled(Tiled.of("fwd", PROBLEM, H200, config), GOOD).seconds,
-        objection="",
+        why_not_used="",
     )
-    assert after[2].compiled == Compiled(triton=version("triton"), objection=compile_.failure)
+    assert after[2].compiled == Compiled(triton=version("triton"), why_not_used=compile_.failure)
 
 
 def test_a_proposal_that_compiles_comes_in_the_order_of_a_call(compile_: Compiler) -> None:
@@ -232,8 +232,8 @@ def test_unusable_configs_come_last(compile_: Compiler) -> None:
     for item in candidates[-2:]:
         assert item.config in best
         assert item.compiled
-        assert item.compiled.objection.startswith("400 bytes of registers spilled per thread")
-    assert not any(item.compiled and item.compiled.objection for item in candidates[:-2])
+        assert item.compiled.why_not_used.startswith("400 bytes of registers spilled per thread")
+    assert not any(item.compiled and item.compiled.why_not_used for item in candidates[:-2])
     call = pipeline.choose_kernel(KernelTask.of("fwd", PROBLEM, H200), may_compile=True)
     assert candidates[0].config == call.config
 

@@ -101,6 +101,6 @@ def test_an_interpreter_that_cannot_work_says_so(monkeypatch: pytest.MonkeyPatch
 
 def test_where_kernels_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(cpu, "trouble", lambda: "llvmlite is not installed")
+    monkeypatch.setattr(cpu, "why_not_compiled", lambda: "llvmlite is not installed")
     with pytest.raises(Unsupported, match="needs a GPU or the CPU compiler: llvmlite is not"):
         run_device()

@@ -15,7 +15,7 @@ from tilegen.model.mask_size import mask_size
 from tilegen.model.symbols import H_kv, M, N, P, b, d_qk, g, k, nnz, s, w
 from tilegen.problem import AttentionProblem
 from tilegen.theory.patterns import (
-    Pattern,
+    MaskPattern,
     bound_of,
     kept_entries,
     pattern_bound,
@@ -72,7 +72,7 @@ def values(expression: sp.Expr, numbers: dict[sp.Symbol, float]) -> list[float]:
         *(("block_diagonal", "block_diagonal", side) for side in (1, 2, 3, 4, 6)),
     ],
 )
-def test_spanned_entries_are_exact(pattern: Pattern, name: str, parameter: int) -> None:
+def test_spanned_entries_are_exact(pattern: MaskPattern, name: str, parameter: int) -> None:
     """Equal for every k up to what the 12 x 12 mask can show; never below."""
     numbers = {N: SIDE, w: parameter, b: parameter}
     value = values(spanned(pattern), numbers)
@@ -84,7 +84,7 @@ def test_spanned_entries_are_exact(pattern: Pattern, name: str, parameter: int) 
 
 
 @pytest.mark.parametrize("pattern", ["dense", "causal", "window", "block_diagonal"])
-def test_patterns_are_at_most_the_bound_by_degrees(pattern: Pattern) -> None:
+def test_patterns_are_at_most_the_bound_by_degrees(pattern: MaskPattern) -> None:
     degree = {"dense": SIDE, "causal": SIDE, "window": 3, "block_diagonal": 3}[pattern]
     numbers = {N: SIDE, w: 3, b: 3}
     by_degree = values(spanned("degree"), {w: degree})
@@ -121,7 +121,7 @@ def test_limit_of_random_masks_tends_to_the_mean() -> None:
 
 
 @pytest.mark.parametrize("pattern", ["dense", "causal", "window", "block_diagonal"])
-def test_kept_entries(pattern: Pattern) -> None:
+def test_kept_entries(pattern: MaskPattern) -> None:
     name = "full" if pattern == "dense" else pattern
     kept = kept_entries(pattern).subs({N: SIDE, w: 4, b: 4})  # type: ignore[arg-type]
     assert kept == small_mask(name, 4).sum()
@@ -150,7 +150,7 @@ def test_shapes_matter_and_not_density() -> None:
 def test_a_mean_is_no_bound() -> None:
     with pytest.raises(ValueError, match="unstructured_limit"):
         pattern_bound("unstructured")
-    assert set(get_args(Pattern)) >= {"dense", "causal", "window", "block_diagonal", "degree"}
+    assert set(get_args(MaskPattern)) >= {"dense", "causal", "window", "block_diagonal", "degree"}
 
 
 def test_pattern_bounds_hold_for_the_masks_of_the_compiler() -> None:

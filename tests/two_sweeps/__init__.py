@@ -11,35 +11,32 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tilegen.kernels.loops import Whole
-from tilegen.kernels.q_stationary import ARGUMENTS, FLOOR, one_launch
+from tilegen.kernels.moved import read, write
+from tilegen.kernels.q_stationary import FWD, one_launch
 from tilegen.kernels.registry import FORWARD, KERNELS, register
-from tilegen.kernels.spec import FamilySpec, KernelSpec, Knobs, read, write
+from tilegen.kernels.spec import FamilySpec, KernelSpec, Knobs
+from tilegen.kernels.tensors import LSE, OUT, K, Q, V
 from tilegen.task import memo_of
 
 FWD_TWO_SWEEPS = KernelSpec(
     name="fwd_two_sweeps",
     template="attention_fwd_two_sweeps.py.jinja",
     title="Attention forward in two sweeps: out and lse.",
-    given=("q", "k", "v", "softmax_scale"),
-    made=("out", "lse"),
-    lines=ARGUMENTS,
+    inputs=FWD.inputs,
+    outputs=(OUT, LSE),
     grid=(("seqlen_q", "block_m"), ("num_heads_q", 1), ("batch", 1)),
     loop=Whole(
-        keeps=("q",),
-        streams=("k", "v"),
-        accumulates=("out",),
         products=("qk", "qk", "v"),  # S in either sweep; O += P V
         score_tiles=1,
     ),
-    traffic=(
-        read("q", "g*N_q*d_qk"),
-        read("k", "2*g*V_kv*d_qk"),
-        read("v", "g*V_kv*d_v"),
-        write("out", "g*N_q*d_v"),
-        write("lse", "g*N_q", fp32=True),
+    own_traffic=(
+        read(Q, "g*N_q*d_qk"),
+        read(K, "2*g*V_kv*d_qk"),  # in either sweep
+        read(V, "g*V_kv*d_v"),
+        write(OUT, "g*N_q*d_v"),
+        write(LSE, "g*N_q"),
     ),
-    floor=FLOOR,
-    shows=("out", "lse"),
+    checked_by=("out", "lse"),
     knobs=Knobs(block_m=(16, 32, 64, 128), block_n=(32, 64), num_stages=(1, 2)),
     like="fwd",
     folder=Path(__file__).parent,

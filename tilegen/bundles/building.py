@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from tilegen.bounded_cache import BoundedCache
 from tilegen.bundles.folder import Folder
-from tilegen.bundles.manifest import Binary, Manifest, Origin, Pass, Served
-from tilegen.choose.choice import Choice, Ranked
+from tilegen.bundles.manifest import Binary, BundledOrigin, BundledPass, Manifest, Served
+from tilegen.choose.choice import Choice, Shortlist
 from tilegen.choose.families import families_used, passes_of
 from tilegen.choose.records import Records
 from tilegen.compiling.acceptable import acceptable
@@ -56,7 +56,7 @@ BOTH: tuple[Direction, ...] = ("forward", "backward")
 
 
 @dataclass(frozen=True)
-class Made:
+class BuiltKernel:
     """A kernel that was built for a problem."""
 
     problem: AttentionProblem
@@ -90,7 +90,7 @@ def generate(
     out: Path,
     *,
     directions: Sequence[Direction] = BOTH,
-    on_kernel: Callable[[Made], None] = lambda made: None,
+    on_kernel: Callable[[BuiltKernel], None] = lambda made: None,
 ) -> Path:
     """Write kernels, binaries and manifest into the folder `out`; return the manifest's path.
 
@@ -120,7 +120,7 @@ def generate(
                 except BuildFailed as error:
                     failures.append(f"{job.kernel} of '{work.problem}': {error}")
                     continue
-                on_kernel(Made(work.problem, binary, number - (job is not work.jobs[-1])))
+                on_kernel(BuiltKernel(work.problem, binary, number - (job is not work.jobs[-1])))
     if failures:
         raise BuildFailed(
             f"{len(failures)} of {sum(len(work.jobs) for work in done)} kernels could not be "
@@ -211,7 +211,7 @@ class _Builder:
         choice, binary = future.result()
         return replace(choice, ranked=ranked), binary
 
-    def _build(self, ranked: Ranked) -> tuple[Choice, Binary]:
+    def _build(self, ranked: Shortlist) -> tuple[Choice, Binary]:
         """Build the best acceptable config, or else the config that spills least."""
         kept: dict[TileConfig, Binary] = {}
         compiled: dict[TileConfig, CompiledKernel] = {}
@@ -276,13 +276,13 @@ def _manifest(done: Sequence[_Jobs], versions: dict[str, str]) -> Manifest:
     served: list[Served] = []
     binaries: dict[str, Binary] = {}
     for work in done:
-        passes: dict[Direction, Pass] = {}
+        passes: dict[Direction, BundledPass] = {}
         built = {job.kernel: job.built.result() for job in work.jobs}
         binaries |= {binary.file: binary for _, binary in built.values()}
         for direction in FAMILIES:
             kernels = [job.kernel for job in work.jobs if job.direction == direction]
             if kernels:
-                passes[direction] = Pass(
+                passes[direction] = BundledPass(
                     binaries={kernel: built[kernel][1].file for kernel in kernels},
                     config_from={kernel: _origin(built[kernel][0]) for kernel in kernels},
                 )
@@ -299,7 +299,7 @@ def _manifest(done: Sequence[_Jobs], versions: dict[str, str]) -> Manifest:
     return Manifest(versions=versions, problems=tuple(served), binaries=tuple(binaries.values()))
 
 
-def _origin(choice: Choice | None) -> Origin:
+def _origin(choice: Choice | None) -> BundledOrigin:
     return "model" if choice is None or choice.ranked.origin == "model" else "record"
 
 

@@ -17,7 +17,7 @@ MAX_STATIC_SHARED = 48 * 1024
 _thread = threading.local()
 
 
-class Function:
+class DriverFunction:
     """A kernel of a binary, loaded once for all devices of the process."""
 
     def __init__(self, code: bytes, name: str, shared_bytes: int) -> None:

@@ -44,7 +44,7 @@ def why_not_ours(path: Path, manifest: Manifest) -> str:
     for served in manifest.problems:
         for file in (file for pass_ in served.passes.values() for file in pass_.binaries.values()):
             used.add(file)
-            if difference := _difference(path, served, manifest.by_file[file]):
+            if difference := _why_not_expected(path, served, manifest.by_file[file]):
                 serves = served.serves[:200]
                 return f"{file} differs from this tilegen's binary for '{serves}': {difference}"
     for file in manifest.by_file:
@@ -53,7 +53,7 @@ def why_not_ours(path: Path, manifest: Manifest) -> str:
     return ""
 
 
-def _difference(path: Path, served: Served, binary: Binary) -> str:
+def _why_not_expected(path: Path, served: Served, binary: Binary) -> str:
     """Describe the first mistake in a binary that serves a class of problems; empty if there is
     none."""
     if not (kind := KIND.fullmatch(served.serves)):
@@ -77,10 +77,10 @@ def _difference(path: Path, served: Served, binary: Binary) -> str:
     source = (read(path / binary.source) or b"").decode("utf-8", errors="replace")
     if (names := argument_names(source, binary.function)) is None:
         return f"its source has no function {binary.function}"
-    return _of_arguments(binary, names, dtype)
+    return _why_not_taken(binary, names, dtype)
 
 
-def _of_arguments(binary: Binary, names: Iterable[str], dtype: str) -> str:
+def _why_not_taken(binary: Binary, names: Iterable[str], dtype: str) -> str:
     """Describe the first mistake in the arguments of a binary; empty if there is none."""
     known = KERNELS[binary.kernel].by_name
     expected = [(name, known.get(name) or extra(name)) for name in names]

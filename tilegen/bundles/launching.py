@@ -16,7 +16,7 @@ from tilegen.errors import Unsupported
 from tilegen.launch.launcher import Launched, Launcher, Run
 
 if TYPE_CHECKING:
-    from tilegen.bundles.driver import Function
+    from tilegen.bundles.driver import DriverFunction
     from tilegen.cpu.function import CpuFunction
 
 _FORMATS = {"i32": "i", "fp32": "f"}
@@ -29,14 +29,14 @@ class Packed:
     takes_tensors = False
 
     def __init__(
-        self, types: Sequence[str], threads: int, where: str, load: Callable[[], Function]
+        self, types: Sequence[str], threads: int, where: str, load: Callable[[], DriverFunction]
     ) -> None:
         """Prepare memory for arguments of `types`; `load` is called at the first launch."""
         self._struct = struct.Struct("".join(_FORMATS.get(type_, "P") for type_ in types))
         self._threads = threads
         self._where = where
         self._load = load
-        self._loaded: Function | None = None
+        self._loaded: DriverFunction | None = None
         self._memory = threading.local()
 
     def prepare(self, grid: int, arguments: Sequence[Any]) -> Run:
@@ -74,7 +74,7 @@ class Packed:
         return self._memory.buffers
 
 
-def launcher_of(binary: Binary, load: Callable[[], Function]) -> Launcher:
+def launcher_of(binary: Binary, load: Callable[[], DriverFunction]) -> Launcher:
     """Return a launcher with the parameters and results of the emitted kernel's `launch`.
 
     `load` is called at the first launch. Raises Unsupported for unknown arguments.

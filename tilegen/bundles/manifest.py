@@ -26,7 +26,7 @@ SCHEMA = 2
 """Version of the JSON form. Raise it when an older tilegen, or another program, would misread a
 newer manifest."""
 
-Origin = Literal["record", "model"]
+BundledOrigin = Literal["record", "model"]
 GRID_SIZES = (
     *("batch", "num_heads_q", "num_heads_kv", "seqlen_q", "seqlen_kv"),
     *("num_heads", "num_rows", "head_dim", "head_dim_qk", "head_dim_v"),
@@ -75,12 +75,12 @@ class Binary:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pass:
+class BundledPass:
     """The forward or the backward of a problem."""
 
     binaries: Mapping[Kernel, str]
     """File of each kernel's binary, in the order of launches."""
-    config_from: Mapping[Kernel, Origin]
+    config_from: Mapping[Kernel, BundledOrigin]
     """Origin of each kernel's config: a record or the model."""
 
 
@@ -97,7 +97,7 @@ class Served:
     arch: str
     aligned: bool
     """True if addresses and strides must be multiples of 16 bytes."""
-    passes: Mapping[Direction, Pass]
+    passes: Mapping[Direction, BundledPass]
 
     @cached_property
     def sizes(self) -> tuple[int, int, int]:
@@ -194,7 +194,7 @@ def binary_values(binary: Binary) -> dict[str, Any]:
 
 
 def _served(fields: Fields) -> Served:
-    passes: dict[Direction, Pass] = {
+    passes: dict[Direction, BundledPass] = {
         direction: _pass(fields, direction) for direction in FAMILIES if direction in fields.values
     }
     problem = fields.text("problem", longest=MAX_TEXT)
@@ -209,7 +209,7 @@ def _served(fields: Fields) -> Served:
     )
 
 
-def _pass(fields: Fields, direction: Direction) -> Pass:
+def _pass(fields: Fields, direction: Direction) -> BundledPass:
     entries = fields.groups(direction, len(KERNELS))
     kernels: list[Kernel] = [kernel_of(entry) for entry in entries]
     families = [family.names for family in FAMILIES[direction].values()]
@@ -217,11 +217,13 @@ def _pass(fields: Fields, direction: Direction) -> Pass:
         known = "; ".join(", ".join(names) for names in families)
         raise InvalidRecord(f"{direction} must be one of {known}; got {', '.join(kernels)}")
     binaries: dict[Kernel, str] = {}
-    config_from: dict[Kernel, Origin] = {}
+    config_from: dict[Kernel, BundledOrigin] = {}
     for kernel, entry in zip(kernels, entries, strict=True):
         binaries[kernel] = _file(entry, "file")
-        config_from[kernel] = cast("Origin", entry.choice("config_from", get_args(Origin)))
-    return Pass(binaries=binaries, config_from=config_from)
+        config_from[kernel] = cast(
+            "BundledOrigin", entry.choice("config_from", get_args(BundledOrigin))
+        )
+    return BundledPass(binaries=binaries, config_from=config_from)
 
 
 def binary_from(fields: Fields) -> Binary:

@@ -76,7 +76,7 @@ class OnCpuFunction:
 
     def __init__(self, binary: Binary, load: Callable[[], CpuFunction]) -> None:
         """`load` is called at the first launch."""
-        made = {f"{name}_ptr" for name in KERNELS[binary.kernel].made}
+        made = {f"{name}_ptr" for name in KERNELS[binary.kernel].allocated}
         facts = binary.on_cpu
         assert facts is not None
         self.takes_tensors = bool(facts.added) or not {*facts.written} <= made

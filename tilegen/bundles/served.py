@@ -24,7 +24,7 @@ from tilegen.errors import InvalidRecord, Unsupported
 from tilegen.store.files import read_bytes, text_of
 
 if TYPE_CHECKING:
-    from tilegen.bundles.driver import Function
+    from tilegen.bundles.driver import DriverFunction
     from tilegen.cpu.function import CpuFunction
     from tilegen.gpus.spec import GpuSpec
     from tilegen.kernels.config import Kernel
@@ -49,7 +49,7 @@ class Bundle:
         for served in self.manifest.problems:
             for direction in served.passes:
                 self._classes[_class(served.serves, direction)].append(served)
-        self._functions: dict[str, Function] = {}
+        self._functions: dict[str, DriverFunction] = {}
         self._on_cpu: dict[str, CpuFunction] = {}
         self._lock = Lock()
 
@@ -134,13 +134,13 @@ class Bundle:
             )
         return kernels
 
-    def function(self, binary: Binary) -> Function:
+    def function(self, binary: Binary) -> DriverFunction:
         """Return a binary as a function of the driver, loaded at first use. Raises Unsupported."""
-        from tilegen.bundles.driver import Function
+        from tilegen.bundles.driver import DriverFunction
 
         with self._lock:
             if binary.file not in self._functions:
-                self._functions[binary.file] = Function(
+                self._functions[binary.file] = DriverFunction(
                     self._code(binary), binary.function, binary.resources.shared_bytes
                 )
             return self._functions[binary.file]

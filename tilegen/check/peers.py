@@ -22,7 +22,7 @@ from tilegen.problem import AttentionProblem
 if TYPE_CHECKING:
     from torch import Tensor
 
-Attention = Callable[["Tensor", "Tensor", "Tensor"], "Tensor"]
+AttentionFunction = Callable[["Tensor", "Tensor", "Tensor"], "Tensor"]
 
 MAX_DENSE_MASK = 2**28
 """Largest mask tensor that is made for SDPA [elements]."""
@@ -30,7 +30,9 @@ MAX_SCORES_BYTES = 16 * 2**30
 """Largest score matrix that the math back end may write to memory [bytes]."""
 
 
-def sdpa(problem: AttentionProblem, device: str, *, backend: str | None = None) -> Attention:
+def sdpa(
+    problem: AttentionProblem, device: str, *, backend: str | None = None
+) -> AttentionFunction:
     """Return SDPA for a problem; `backend` names the torch.nn.attention.SDPBackend to use."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
@@ -70,7 +72,7 @@ def _sdpa_mask(problem: AttentionProblem, device: str, *, has_causal_bias: bool)
     return {"attn_mask": dense_mask(mask, problem.seqlen_q, problem.seqlen_kv, device, **over)}
 
 
-def standard(problem: AttentionProblem, device: str) -> Attention:
+def standard(problem: AttentionProblem, device: str) -> AttentionFunction:
     """Return attention by two products and a softmax, which writes all scores to memory."""
     from tilegen.check.reference import dense_mask
 
@@ -107,7 +109,7 @@ def _refuse_large_scores(problem: AttentionProblem) -> None:
         raise Unsupported(f"writes {size / 2**30:.0f} GiB of scores to memory; not tried")
 
 
-def flex(problem: AttentionProblem, device: str, *, mode: str = "default") -> Attention:
+def flex(problem: AttentionProblem, device: str, *, mode: str = "default") -> AttentionFunction:
     """Return compiled FlexAttention for a problem, with the mask as a BlockMask."""
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention

@@ -228,7 +228,7 @@ def run_device() -> torch.device:
     """Return the device that emitted kernels run on. Raises Unsupported if they cannot run."""
     if torch.cuda.is_available() and not cpu.is_interpreting():
         return torch.device("cuda")
-    if not cpu.is_interpreting() and (reason := cpu.trouble()):
+    if not cpu.is_interpreting() and (reason := cpu.why_not_compiled()):
         raise Unsupported(f"running an emitted kernel needs a GPU or the CPU compiler: {reason}")
     return torch.device("cpu")
 

@@ -21,8 +21,8 @@ Origin = Literal["agreement", "record", "tuning", "model"]
 
 
 @dataclass(frozen=True)
-class Ranked:
-    """The configs to use for a task, best first, and their source."""
+class Shortlist:
+    """The configs to try for a task, in order, and their source."""
 
     task: KernelTask
     configs: tuple[TileConfig, ...]
@@ -43,7 +43,7 @@ class Choice:
     """The config to use for a task."""
 
     config: TileConfig
-    ranked: Ranked
+    ranked: Shortlist
     tried: Mapping[TileConfig, Resources | BuildFailed] = field(default_factory=dict)
     """The result of compiling each config that was compiled."""
     seconds: Mapping[TileConfig, float] = field(default_factory=dict)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tilegen.choose.ranker import candidate_of, time_as_compiled
-from tilegen.compiling.acceptable import objection
+from tilegen.compiling.acceptable import why_not_used
 from tilegen.compiling.verdicts import remembered
 from tilegen.emit.identity import rows_are_aligned
 from tilegen.errors import BuildFailed
@@ -41,7 +41,7 @@ def with_verdicts(
         code = None if built is None else _compiled(tiled, built)
         rank, seconds = 1, 0.0
         if config in tried and code is not None:
-            rank, seconds = (2, 0.0) if code.objection else (0, code.seconds or 0.0)
+            rank, seconds = (2, 0.0) if code.why_not_used else (0, code.seconds or 0.0)
         ordered.append((rank, seconds, replace(candidate, compiled=code)))
     return [candidate for *_, candidate in sorted(ordered, key=lambda entry: entry[:2])]
 
@@ -49,10 +49,10 @@ def with_verdicts(
 def _compiled(tiled: Tiled, built: Resources | BuildFailed) -> Compiled:
     triton = installed("triton")
     if isinstance(built, BuildFailed):
-        return Compiled(triton=triton, objection=str(built))
+        return Compiled(triton=triton, why_not_used=str(built))
     return Compiled(
         triton=triton,
         resources=built,
         seconds=time_as_compiled(tiled, built).seconds,
-        objection=objection(built, tiled.gpu),
+        why_not_used=why_not_used(built, tiled.gpu),
     )

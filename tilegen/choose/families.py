@@ -183,17 +183,17 @@ def _ranked_families(task: PassTask) -> tuple[tuple[Family, float], ...]:
 
     problem, gpu, direction = task.problem, task.device, task.direction
     fitting: list[tuple[bool, float, Family]] = []
-    trouble: list[str] = []
+    reasons: list[str] = []
     for name, spec in FAMILIES[direction].items():
         if why_not_ranked(spec, problem, gpu):
             continue
         if reason := spec.why_not(problem, gpu.arch):
-            trouble.append(reason)
+            reasons.append(reason)
             continue
         try:
             best = [best_of(task.kernel(kernel)) for kernel in spec.kernels]
         except Unsupported as error:
-            trouble.append(str(error))
+            reasons.append(str(error))
             continue
         seconds = sum(candidate.estimate.seconds for candidate in best)
         spills = any(
@@ -202,5 +202,5 @@ def _ranked_families(task: PassTask) -> tuple[tuple[Family, float], ...]:
         )
         fitting.append((spills, seconds, name))
     if not fitting:
-        raise Unsupported("; ".join(trouble))
+        raise Unsupported("; ".join(reasons))
     return tuple((name, seconds) for _, seconds, name in sorted(fitting))

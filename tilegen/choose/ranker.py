@@ -35,7 +35,7 @@ REGISTER_DOUBT = 1.8
 config. On four GPUs of the catalogue, configs that beat the first choice by machine code are below
 it. fp32 slices, 3 % faster, are the exception (benchmarks/results/machine_code.csv)."""
 
-Timed = tuple[Time, TileConfig, Footprint]
+TimedConfig = tuple[Time, TileConfig, Footprint]
 
 
 @one_at_a_time
@@ -112,14 +112,14 @@ def _best(task: KernelTask, top: int, describable: bool, *, spilling: bool) -> l
 
 def _fastest(
     task: KernelTask, configs: Sequence[TileConfig], top: int, *, spilling: bool
-) -> list[Timed]:
+) -> list[TimedConfig]:
     """Return the `top` fastest configs that fit and do not surely spill too much, timed with or
     without their predicted spills.
 
     A config is skipped, and its tiles are not counted, if the time of the SMs' units or of L2 alone
     exceeds the best time so far.
     """
-    timed: list[Timed] = []
+    timed: list[TimedConfig] = []
     best: list[float] = []  # a heap of the `top` shortest times, negated
     by_code: dict[TileConfig, list[Tiled]] = {}
     for config in configs:
@@ -147,7 +147,7 @@ def _fastest(
     return _ranked(timed)[:top]
 
 
-def _last_resort(task: KernelTask, configs: Sequence[TileConfig], top: int) -> list[Timed]:
+def _last_resort(task: KernelTask, configs: Sequence[TileConfig], top: int) -> list[TimedConfig]:
     """Return the `top` fastest configs that spill too much, or that by prediction just fail to
     fit."""
     needed = [(config, footprint(Tiled(task, config))) for config in configs]
@@ -162,7 +162,7 @@ def _last_resort(task: KernelTask, configs: Sequence[TileConfig], top: int) -> l
     )[:top]
 
 
-def _ranked(times: list[Timed]) -> list[Timed]:
+def _ranked(times: list[TimedConfig]) -> list[TimedConfig]:
     # Configs of equal tile and time are ordered by their probability to spill.
     return sorted(
         times,

@@ -46,22 +46,22 @@ def _splits(task: KernelTask) -> tuple[int, ...]:
     there are many queries then, and so many programs.
     """
     spec, problem = task.spec, task.problem
-    passing = task.lengths[0 if spec.shares else 1]
+    streamed = task.lengths[0 if spec.shares else 1]
     every = spec.knobs.split_kv
-    splits = tuple(split for split in every if split < 2 * passing or not split) or every[:1]
+    splits = tuple(split for split in every if split < 2 * streamed or not split) or every[:1]
     most = (spec.unpaged or spec).knobs.split_kv[-1]
     usual = tuple(split for split in splits if split <= most)
     if not task.divided:
         return usual
     each = 4 * task.heads_q * problem.seqlen_q * problem.head_dim_v
-    few = tuple(n for n in splits if each * -(-passing // n) <= MOST_LEFT) or splits[-1:]
+    few = tuple(n for n in splits if each * -(-streamed // n) <= MOST_LEFT) or splits[-1:]
     return tuple(split for split in few if split in usual) or few[:1]
 
 
 def _configs(
     task: KernelTask, max_rows: int, max_columns: int, splits: tuple[int, ...], heads: int
 ) -> tuple[TileConfig, ...]:
-    """Return the configs of tiles with at most `max_rows` and `max_columns`; lengths share them."""
+    """Return the configs up to a tile size, cached across lengths."""
     key = "search space", task.kernel, max_rows, max_columns, splits, heads
     knobs = task.spec.knobs
     return task.lengthless.memo.once(key, lambda: _of(knobs, max_rows, max_columns, splits, heads))

@@ -15,7 +15,7 @@ from tilegen.errors import Unsupported
 from tilegen.units import memory_text, seconds_text
 
 if TYPE_CHECKING:
-    from tilegen.bundles.building import Made
+    from tilegen.bundles.building import BuiltKernel
     from tilegen.bundles.served import Bundle
 
 
@@ -60,7 +60,7 @@ def generate(
     with Progress(*columns, console=console, transient=True, disable=quiet) as bar:
         task = bar.add_task("", total=len({parsed.normal() for parsed in problems}) * len(devices))
 
-        def on_kernel(made: Made) -> None:
+        def on_kernel(made: BuiltKernel) -> None:
             bar.update(task, completed=made.problems_done)
             say(_line(made))
 
@@ -105,7 +105,7 @@ def bundle(
         raise typer.Exit(1)
 
 
-def _line(made: Made) -> str:
+def _line(made: BuiltKernel) -> str:
     binary, used = made.binary, made.binary.resources
     head = f"{binary.arch:12}{binary.kernel:15}{binary.config.key:17}"
     if binary.on_cpu is not None:

@@ -17,7 +17,7 @@ from tilegen.cli.options import (
     DryRun,
     Gpu,
     Json,
-    Kernels,
+    KernelsOption,
     Problem,
     console,
     in_stores,
@@ -34,7 +34,7 @@ from tilegen.units import us_text
 if TYPE_CHECKING:
     from tilegen.store.lookup import Found
     from tilegen.store.record import TuningRecord
-    from tilegen.store.transfer import Moved, Wanted
+    from tilegen.store.transfer import Selection, Transferred
 
 cache_app = typer.Typer(no_args_is_help=True, callback=in_stores)
 
@@ -59,7 +59,7 @@ def cache_list(where: Places = None, json_: Json = False) -> None:
                 {
                     "file": entry.file,
                     "origin": entry.origin,
-                    "trouble": entry.trouble,
+                    "trouble": entry.reason,
                     "record": _values(entry.record) if entry.record else None,
                 }
                 for entry in listed
@@ -69,18 +69,16 @@ def cache_list(where: Places = None, json_: Json = False) -> None:
     for entry in listed:
         if record := entry.record:
             what = f"{record.gpu:10}{_line(record)}  '{record.problem}'"
-            console.print(
-                f"{entry.origin:8}{what}" + (f"  {entry.trouble}" if entry.trouble else "")
-            )
+            console.print(f"{entry.origin:8}{what}" + (f"  {entry.reason}" if entry.reason else ""))
         else:
-            console.print(f"{entry.origin:8}{entry.file}: {entry.trouble}")
+            console.print(f"{entry.origin:8}{entry.file}: {entry.reason}")
     if not listed:
         console.print(f'no records yet; to make one: tilegen tune "{EXAMPLE}"')
 
 
 @cache_app.command("show")
 def cache_show(
-    problem: Problem, gpu: Gpu = None, kernel: Kernels = "all", json_: Json = False
+    problem: Problem, gpu: Gpu = None, kernel: KernelsOption = "all", json_: Json = False
 ) -> None:
     """Print the record a call would use, and what others found and why it stands before them.
 
@@ -130,7 +128,7 @@ def cache_show(
 def cache_why(
     problem: Problem,
     gpu: Gpu = None,
-    kernel: Kernels = "all",
+    kernel: KernelsOption = "all",
     all_: Annotated[bool, typer.Option("--all", help="the nearest other records, too")] = False,
     json_: Json = False,
 ) -> None:
@@ -252,12 +250,12 @@ def cache_verify(where: Places = None, json_: Json = False) -> None:
     from tilegen.store.upkeep import check
 
     checked = list(check(sources(where)))
-    bad = [entry for entry in checked if entry.trouble]
+    bad = [entry for entry in checked if entry.reason]
     if json_:
-        print_json([asdict(entry) for entry in checked])
+        print_json([{"file": entry.file, "trouble": entry.reason} for entry in checked])
     else:
         for entry in bad:
-            console.print(f"{entry.file}: {entry.trouble}")
+            console.print(f"{entry.file}: {entry.reason}")
         console.print(f"{len(checked)} files, {len(bad)} of them not in order")
     if bad:
         raise typer.Exit(1)
@@ -292,7 +290,7 @@ def cache_pull(
     dry_run: DryRun = False,
     json_: Json = False,
 ) -> None:
-    """Join shared records and trials with the own ones, for work without a network.
+    """Merge shared records and trials into the local cache, for work without a network.
 
     Example: tilegen cache pull s3://team/tilegen --gpu h200
     """
@@ -331,7 +329,7 @@ def cache_prune(
     dry_run: DryRun = False,
     json_: Json = False,
 ) -> None:
-    """Remove what is of no more use from a folder: leftovers, broken files, old copies.
+    """Delete temporary, broken and superseded files from a folder.
 
     Example: tilegen cache prune --older-than 365 --dry-run
     """
@@ -348,11 +346,11 @@ def cache_prune(
     console.print(f"{len(pruned)} files {'would be ' if dry_run else ''}removed")
 
 
-def _report(moved: Iterable[Moved], as_json: bool, gpu: str | None = None) -> None:
+def _report(moved: Iterable[Transferred], as_json: bool, gpu: str | None = None) -> None:
     """Print the files moved. Raises Unsupported if there are none and the GPU's name is unknown."""
     from tilegen.store.transfer import summary
 
-    def printed() -> Iterator[Moved]:
+    def printed() -> Iterator[Transferred]:
         for file in moved:
             if not as_json and file.action != "same":
                 console.print(str(file))
@@ -367,12 +365,12 @@ def _report(moved: Iterable[Moved], as_json: bool, gpu: str | None = None) -> No
         console.print(summary(done))
 
 
-def _wanted(gpu: str | None, kernel: str | None) -> Wanted:
-    from tilegen.store.transfer import Wanted
+def _wanted(gpu: str | None, kernel: str | None) -> Selection:
+    from tilegen.store.transfer import Selection
 
     with contextlib.suppress(Unsupported):  # records may be of GPUs missing in the catalogue
         gpu = gpu if gpu is None else device_of(gpu).name
-    return Wanted(gpu=gpu, kernel=None if kernel is None else kernel_named(kernel))
+    return Selection(gpu=gpu, kernel=None if kernel is None else kernel_named(kernel))
 
 
 def _found(problem: AttentionProblem, spec: Any, kernel: Any) -> Found | None:

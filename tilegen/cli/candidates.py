@@ -50,8 +50,10 @@ def _notes(candidates: Sequence[Candidate]) -> Iterator[str]:
         if code := candidate.compiled:
             if code.resources is not None:
                 notes.setdefault("", f"* as compiled by Triton {code.triton}")
-            if code.objection:
-                notes[candidate.config.key] = f"{candidate.config.key} is refused: {code.objection}"
+            if code.why_not_used:
+                notes[candidate.config.key] = (
+                    f"{candidate.config.key} is refused: {code.why_not_used}"
+                )
     yield from notes.values()
     if candidates:
         yield f"{candidates[0].config.key}: {candidates[0].reason}"
@@ -63,7 +65,7 @@ def _row(candidate: Candidate) -> tuple[str, ...]:
     by_code, registers, spilled = "", f"{cost.registers} " if is_gpu else "", ""
     if code is not None:
         by_code = "refused"
-        if code.seconds is not None and not code.objection:
+        if code.seconds is not None and not code.why_not_used:
             by_code = seconds_text(code.seconds)
         if (used := code.resources) is not None:
             registers, spilled = f"{used.registers}*", f"{memory_text(used.spill_bytes)}*"

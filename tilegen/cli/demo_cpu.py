@@ -61,7 +61,7 @@ class CpuDemo:
 
         from tilegen.cpu.target import host, processor
 
-        if reason := cpu.trouble():
+        if reason := cpu.why_not_compiled():
             raise Unsupported(reason)
         started = time.perf_counter()
         target, threads = host(), torch.get_num_threads()

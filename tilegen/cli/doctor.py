@@ -68,7 +68,7 @@ def _cpu_compiler() -> str:
     """Return the processor that kernels are compiled for, or the reason why none are."""
     from tilegen import cpu
 
-    if reason := cpu.trouble():
+    if reason := cpu.why_not_compiled():
         return reason
     from tilegen.cpu.target import host, processor
 
@@ -83,7 +83,7 @@ def _processor() -> list[Finding]:
     from tilegen.cpus import host
 
     findings = [Finding("cores", str(host.cores()))]
-    if cpu.trouble():
+    if cpu.why_not_compiled():
         return findings
     from tilegen.cpus.rates import measured_cpu
 

@@ -20,7 +20,7 @@ from tilegen.api import kernel_named
 from tilegen.cli.options import (
     DryRun,
     Json,
-    Kernels,
+    KernelsOption,
     console,
     positive,
     print_json,
@@ -56,7 +56,7 @@ MOST_WORKERS = 64
 def worker(
     storage: Storage,
     catalog: Catalogue = None,
-    kernel: Kernels = "all",
+    kernel: KernelsOption = "all",
     trials: Trials = None,
     replay: ReplayFrom = None,
     gpu: Annotated[

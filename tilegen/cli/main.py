@@ -31,7 +31,7 @@ from tilegen.cli.options import (
     FastMemory,
     Gpu,
     Json,
-    Kernels,
+    KernelsOption,
     OneKernel,
     Problem,
     console,
@@ -204,7 +204,7 @@ def propose(
 def explain(
     problem: Problem,
     gpu: Gpu = None,
-    kernel: Kernels = "all",
+    kernel: KernelsOption = "all",
     config: Annotated[str | None, typer.Option(help="this config instead of the choice")] = None,
     fast_memory: FastMemory = None,
     latex: Annotated[bool, typer.Option("--latex", help="print the formulas as LaTeX")] = False,
@@ -307,7 +307,7 @@ app.command()(bundle)
 @app.command()
 def tune(
     problem: Problem,
-    kernel: Kernels = "all",
+    kernel: KernelsOption = "all",
     seconds: Annotated[
         float | None, typer.Option(help="budget per kernel", callback=positive)
     ] = None,

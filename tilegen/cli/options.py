@@ -71,7 +71,7 @@ OneKernel = Annotated[
         autocompletion=lambda: [FORWARD, *KERNELS],
     ),
 ]
-Kernels = Annotated[
+KernelsOption = Annotated[
     str,
     typer.Option(
         help=f"{', '.join(KERNELS)}; all: what the problem needs",

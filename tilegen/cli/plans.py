@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class TuningPlan:
     """The configs that tuning a kernel would try."""
 
     gpu: str
@@ -32,19 +32,19 @@ class Plan:
         )
 
 
-def plan_of(job: Job, space: Sequence[TileConfig]) -> Plan:
+def plan_of(job: Job, space: Sequence[TileConfig]) -> TuningPlan:
     """Plan to tune a search space, without changing anything."""
     from tilegen.tuning.trials import trials_of
 
     known = trials_of(job.gpu.name, job.kernel, job.problem, job.conditions).read()
-    return Plan(
+    return TuningPlan(
         **{name: value for name, value in job.attributes.items() if name != "policy"},
         configs=len(space),
         measured=sum(config in known and known[config].is_final for config in space),
     )
 
 
-def print_plans(plans: Sequence[Plan], as_json: bool) -> None:
+def print_plans(plans: Sequence[TuningPlan], as_json: bool) -> None:
     """Print plans, as JSON or one a line."""
     if as_json:
         print_json([asdict(plan) for plan in plans])

@@ -10,7 +10,7 @@ import torch
 
 from tilegen.calls.attention import attention
 from tilegen.check import peers
-from tilegen.check.peers import Attention
+from tilegen.check.peers import AttentionFunction
 from tilegen.check.reference import TORCH_DTYPES
 from tilegen.comparing import memory
 from tilegen.cpu.passes import DROPOUT
@@ -34,14 +34,14 @@ MASK_BYTES = 1
 STATISTIC_BYTES = 4
 
 
-def function_of(name: str, problem: AttentionProblem, device: str) -> Attention:
+def function_of(name: str, problem: AttentionProblem, device: str) -> AttentionFunction:
     """Return an attention function of q, k and v. Raises Unsupported, with the reason."""
     problem = replace(problem, mask=problem.mask.realized(problem.shape, device))
     if name == "tilegen":
         score = problem.score and typical_score(problem.score, problem.shape, device)
         dropped = DROPOUT if problem.dropout else 0.0
         return partial(attention, mask=problem.mask, score=score, dropout_p=dropped)
-    makers: dict[str, Callable[[], Attention]] = {
+    makers: dict[str, Callable[[], AttentionFunction]] = {
         "flex": lambda: _flex(problem, device),
         "standard": lambda: peers.standard(problem, device),
     }
@@ -50,7 +50,7 @@ def function_of(name: str, problem: AttentionProblem, device: str) -> Attention:
     return peers.sdpa(problem, device, backend=BACKENDS[name])
 
 
-def _flex(problem: AttentionProblem, device: str) -> Attention:
+def _flex(problem: AttentionProblem, device: str) -> AttentionFunction:
     if device == "cpu":
         raise Unsupported("its first call compiles for half a minute on a CPU; no backward there")
     return peers.flex(problem, device)

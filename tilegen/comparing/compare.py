@@ -18,7 +18,7 @@ import torch
 
 from tilegen import api
 from tilegen.calls.warm import lengths_of
-from tilegen.check.peers import Attention
+from tilegen.check.peers import AttentionFunction
 from tilegen.choose.families import kernels_of, passes_of
 from tilegen.choose.ranker import joining, propose
 from tilegen.comparing import memory
@@ -182,7 +182,7 @@ class _Table(ExitStack):
         if not self.place:
             why = f"nothing is measured for {self.device.name} here"
             return {"forward": {}, "backward": {}}, dict.fromkeys(self._names[1:], why)
-        made: dict[str, Attention] = {}
+        made: dict[str, AttentionFunction] = {}
         free = _free(self.place)
         for name in self._names[1:]:
             if (needed := counted_bytes(name, problem, "backward")) > ROOM * free:

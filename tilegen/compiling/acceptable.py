@@ -21,29 +21,29 @@ kernel needs too much tensor memory, the assembler emits a trap with 4 registers
 
 def acceptable(built: Resources | BuildFailed, gpu: GpuSpec) -> bool:
     """Return True if a compiled kernel may be used on a GPU."""
-    return not objection(built, gpu)
+    return not why_not_used(built, gpu)
 
 
-def objection(built: Resources | BuildFailed, gpu: GpuSpec) -> str:
+def why_not_used(built: Resources | BuildFailed, gpu: GpuSpec) -> str:
     """Explain why a compiled kernel may not be used on a GPU; empty if it may.
 
-    A kernel must run, as `hindrance` checks. It must not wait for each of its matrix products, and
-    may spend only a little of its inner loop's time on spills (see MOST_LOCAL). If the inner loop
+    A kernel must run, as `why_not_run` checks. It must not wait for each of its matrix products,
+    and may spend little of its inner loop's time on spills (see MOST_LOCAL). If the inner loop
     cannot be read from the machine code, the kernel may spill a little (see MOST_SPILLED).
     """
     if isinstance(built, BuildFailed):
         return str(built)
-    if reason := hindrance(built, gpu):
+    if reason := why_not_run(built, gpu):
         return reason
     code = built.step_code
     if code is None:
-        return spill_objection(built.spill_bytes)
+        return why_not_spilled(built.spill_bytes)
     if code.serialized:
         return f"{built.spill_bytes} bytes spilled, and each matrix product is waited for"
     return _waits_for_local_memory(code, gpu) if code.local else ""
 
 
-def hindrance(built: Resources, gpu: GpuSpec) -> str:
+def why_not_run(built: Resources, gpu: GpuSpec) -> str:
     """Explain why a compiled kernel cannot run on a GPU; empty if it fits into shared memory and
     tensor memory."""
     if built.shared_bytes > gpu.smem_per_block:
@@ -81,7 +81,7 @@ def first_that_fits(built: Sequence[Resources | BuildFailed], gpu: GpuSpec) -> i
     fitting = [
         (0 if acceptable(result, gpu) else result.spill_bytes, i)
         for i, result in enumerate(built)
-        if not isinstance(result, BuildFailed) and not hindrance(result, gpu)
+        if not isinstance(result, BuildFailed) and not why_not_run(result, gpu)
     ]
     if not fitting:
         raise BuildFailed(
@@ -91,7 +91,7 @@ def first_that_fits(built: Sequence[Resources | BuildFailed], gpu: GpuSpec) -> i
     return min(fitting)[1]
 
 
-def spill_objection(spill_bytes: int) -> str:
+def why_not_spilled(spill_bytes: int) -> str:
     """Explain why the spills of a thread are too large; empty if they are not."""
     if spill_bytes <= MOST_SPILLED:
         return ""

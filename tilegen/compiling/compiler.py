@@ -85,7 +85,7 @@ class CompiledKernel:
         rendered = self.rendered
         problem, config = rendered.problem.normal(), rendered.config
         spec = KERNELS[rendered.kernel]
-        work = spec.loop.step(problem, config)
+        work = spec.step(problem, config)
         if not work.products:
             return None
         done = executed(work, problem.element_bytes, config.num_warps, self.arch)

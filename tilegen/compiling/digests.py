@@ -42,7 +42,7 @@ def instructions(binary: bytes) -> bytes:
     return b"".join(code) or binary
 
 
-class Launched:
+class LaunchedBinaries:
     """Compiled Triton kernels that were launched, each once."""
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class Launched:
 
 
 @contextlib.contextmanager
-def noting_launches() -> Generator[Launched, None, None]:
+def noting_launches() -> Generator[LaunchedBinaries, None, None]:
     """Record the kernels that Triton launches in this process during the block; launches are
     slower.
 
@@ -83,7 +83,7 @@ def noting_launches() -> Generator[Launched, None, None]:
     of the compiled kernel while `launch_enter_hook` has a function. With other versions, or without
     Triton, no launch is seen.
     """
-    seen = Launched()
+    seen = LaunchedBinaries()
     try:
         from triton import knobs
         from triton.compiler import CompiledKernel

@@ -30,19 +30,19 @@ def written(compile: Callable[[], T]) -> T:
             raise
         full, folder = error, own_folder()
     before = knobs.cache.dir
-    trouble = f"Triton's cache {before!r} cannot be written ({full.strerror})"
+    reason = f"Triton's cache {before!r} cannot be written ({full.strerror})"
     if folder is not None and before != (other := str(folder / "triton")):
         try:
             knobs.cache.dir = other
             result = compile()
             say_once(
-                f"{trouble}; it lies in {other!r} until this process ends; set TRITON_CACHE_DIR to "
+                f"{reason}; it lies in {other!r} until this process ends; set TRITON_CACHE_DIR to "
                 "a folder you can write to"
             )
             return result
         except OSError:
             knobs.cache.dir = before
     raise Unsupported(
-        f"{trouble}, nor can a temporary folder; set TILEGEN_CACHE_DIR and TRITON_CACHE_DIR to "
+        f"{reason}, nor can a temporary folder; set TILEGEN_CACHE_DIR and TRITON_CACHE_DIR to "
         "folders you can write to"
     ) from full

@@ -37,7 +37,7 @@ class Ended(Exception):
     """A compilation that `Worker.kill` ended, since nobody waits for its result any more."""
 
 
-class Worker:
+class CompileWorker:
     """A process that compiles kernels one after another. It starts at first use, and again after a
     crash."""
 
@@ -102,8 +102,8 @@ class Pool:
     def __init__(self, size: int | None = None) -> None:
         """Create `size` workers, by default as many as the cores that this process may use."""
         self.size = size or len(os.sched_getaffinity(0))
-        self._workers = [Worker() for _ in range(self.size)]
-        self._idle: SimpleQueue[Worker] = SimpleQueue()
+        self._workers = [CompileWorker() for _ in range(self.size)]
+        self._idle: SimpleQueue[CompileWorker] = SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
 

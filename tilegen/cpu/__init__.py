@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     import torch
 
     from tilegen.cpu.emitted import EmittedFunction
-    from tilegen.cpu.function import Mode
+    from tilegen.cpu.function import BuildMode
     from tilegen.emit.identity import RenderedKernel
 
 MAX_MODULES = 2048
 """Compiled modules kept in memory."""
-_modules: BoundedCache[tuple[str, str, Mode], ModuleType] = BoundedCache(MAX_MODULES)
+_modules: BoundedCache[tuple[str, str, BuildMode], ModuleType] = BoundedCache(MAX_MODULES)
 
 
 @cache
-def trouble() -> str:
+def why_not_compiled() -> str:
     """Return the reason why kernels cannot be compiled for the CPU; empty if they can."""
     if importlib.util.find_spec("llvmlite") is None:
         return "llvmlite is not installed; run pip install llvmlite"
@@ -45,7 +45,7 @@ def trouble() -> str:
     return ""
 
 
-def load(rendered: RenderedKernel, mode: Mode = "") -> ModuleType:
+def load(rendered: RenderedKernel, mode: BuildMode = "") -> ModuleType:
     """Return the emitted module with its kernel compiled for this CPU; `.launch(...)` runs it.
 
     Mode "bounds" checks every address: a launch raises WrongResult for one out of bounds. Mode
@@ -76,7 +76,7 @@ def why_not() -> str:
         return "TILEGEN_CPU=torch is set"
     if is_interpreting():  # Triton's interpreter gives wrong numbers for bf16
         return "TRITON_INTERPRET=1 is set, with which nothing is compiled"
-    return "" if current().cpu == "kernels" else trouble()
+    return "" if current().cpu == "kernels" else why_not_compiled()
 
 
 def runs_compiled(device: torch.device) -> bool:
@@ -102,8 +102,8 @@ def function_of(module: ModuleType) -> EmittedFunction:
     return vars(module)[module.FUNCTION]
 
 
-def _loaded(rendered: RenderedKernel, mode: Mode) -> ModuleType:
-    if reason := trouble():
+def _loaded(rendered: RenderedKernel, mode: BuildMode) -> ModuleType:
+    if reason := why_not_compiled():
         raise Unsupported(reason)
     from tilegen.cpu.emitted import EmittedFunction
     from tilegen.cpu.target import host

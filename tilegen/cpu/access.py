@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from tilegen.cpu.conversions import from_memory, to_memory
 from tilegen.cpu.ir import BYTES, FLOATS, MEMORY, REGISTER, Code, Lane, bits, typed
-from tilegen.cpu.tiles import Address, Constant, Load, Node, Place, View
+from tilegen.cpu.tiles import Address, Constant, LoadTile, Node, TilePlace, View
 
 ZEROS = "@zeros"
 """A block of zeros, read instead of memory if a mask is false for a whole vector."""
@@ -49,7 +49,9 @@ class Access:
 
     # ---- loads
 
-    def load(self, code: Code, node: Load, idx: Place, lane: Lane, other: str | None) -> str:
+    def load(
+        self, code: Code, node: LoadTile, idx: TilePlace, lane: Lane, other: str | None
+    ) -> str:
         """Return the element at a place, or the vector that begins there."""
         elem, address = node.elem, node.address
         if not lane:
@@ -96,7 +98,7 @@ class Access:
         return code.select(mask, value, other, REGISTER[elem], None)
 
     def _row(
-        self, code: Code, node: Load, idx: Place, lane: tuple[int, int], other: str | None
+        self, code: Code, node: LoadTile, idx: TilePlace, lane: tuple[int, int], other: str | None
     ) -> str:
         """Load a vector without a mask, or with the same mask for all lanes."""
         elem = node.elem
@@ -116,8 +118,8 @@ class Access:
     def _each(
         self,
         code: Code,
-        node: Load,
-        idx: Place,
+        node: LoadTile,
+        idx: TilePlace,
         lane: tuple[int, int],
         mask: str | None,
         other: str | None,
@@ -146,7 +148,13 @@ class Access:
         return self._chosen(code, node, value, mask, other, lane)
 
     def _chosen(
-        self, code: Code, node: Load, value: str, mask: str | None, other: str | None, lane: Lane
+        self,
+        code: Code,
+        node: LoadTile,
+        value: str,
+        mask: str | None,
+        other: str | None,
+        lane: Lane,
     ) -> str:
         if mask is None or other is None or _is_zero(node.other):
             return value
@@ -158,7 +166,7 @@ class Access:
         self,
         code: Code,
         address: Address,
-        idx: Place,
+        idx: TilePlace,
         lane: Lane,
         value: str,
         elem: str,
@@ -226,7 +234,7 @@ class Access:
         self,
         code: Code,
         address: Address,
-        idx: Place,
+        idx: TilePlace,
         lane: Lane,
         value: str,
         elem: str,
@@ -235,7 +243,7 @@ class Access:
     ) -> None:
         """Add a value to an element in memory, or a vector to consecutive elements or a scatter."""
         if lane and address.arg in self.private and address.step(lane[0]) == 1 and self.vectors:
-            node = Load(elem, address.shape, address, mask, None, self, line)
+            node = LoadTile(elem, address.shape, address, mask, None, self, line)
             old = self.load(code, node, idx, lane, None)
             total = code.emit(f"{_addition(elem)} {typed(REGISTER[elem], lane)} {old}, {value}")
             self.store(code, address, idx, lane, total, elem, mask, line)

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from tilegen.cpu import access, checks, jit, mlir
-from tilegen.cpu.function import Mode, names_of
+from tilegen.cpu.function import BuildMode, names_of
 from tilegen.cpu.lower import lower
 from tilegen.cpu.objects import CompiledObject, path_of, read, write
 from tilegen.cpu.target import Target
@@ -38,7 +38,7 @@ def code_of(rendered: RenderedKernel) -> str:
     return "\n" * text.count("\n", 0, end) + text[end:]
 
 
-def object_of(source: Source, text: str, target: Target, mode: Mode = "") -> CompiledObject:
+def object_of(source: Source, text: str, target: Target, mode: BuildMode = "") -> CompiledObject:
     """Load a kernel's machine code from disk, or compile it and write it to disk. `text` is the
     source code that the function consists of. Raises Unsupported and BuildFailed."""
     path = path_of_object(source, text, target, mode)
@@ -50,7 +50,7 @@ def object_of(source: Source, text: str, target: Target, mode: Mode = "") -> Com
     return built
 
 
-def path_of_object(source: Source, text: str, target: Target, mode: Mode = "") -> Path:
+def path_of_object(source: Source, text: str, target: Target, mode: BuildMode = "") -> Path:
     """Return the path of a kernel's machine code."""
     kind = [text, *source.signature, sorted(source.constants.items())]
     kind += [source.aligned, source.aliases]
@@ -59,7 +59,7 @@ def path_of_object(source: Source, text: str, target: Target, mode: Mode = "") -
 
 
 def compiled(
-    source: Source, target: Target, mode: Mode = "", *, symbol: str = ""
+    source: Source, target: Target, mode: BuildMode = "", *, symbol: str = ""
 ) -> CompiledObject:
     """Compile a kernel for any processor, not only this machine's. `symbol` names its functions,
     see `jit.object_of`. Raises Unsupported and BuildFailed."""

@@ -104,7 +104,7 @@ class CountingAccess(Access):
 
 
 @dataclass
-class Traffic:
+class CountedTraffic:
     """Bytes that launches of counting kernels moved, by argument name."""
 
     read: dict[str, int] = field(default_factory=dict[str, int])

@@ -7,7 +7,7 @@ from collections.abc import Generator
 from typing import Any
 
 from tilegen.cpu.access import Access
-from tilegen.cpu.following import Loop
+from tilegen.cpu.following import FollowedLoop
 from tilegen.cpu.ir import REGISTER, Code, Module
 from tilegen.cpu.loops import Loops, Root
 from tilegen.cpu.mlir import Block, Op, Value
@@ -28,7 +28,7 @@ class ControlFlow:
         self.products = Products(self.code, self.loops)
         self.env: dict[Value, Any] = {}
         """Scalars (LLVM text) and tiles (Node), by value."""
-        self.loop: Loop | None = None
+        self.loop: FollowedLoop | None = None
         """The innermost loop around what is written."""
 
     def ops(self, block: Block) -> None:
@@ -42,7 +42,7 @@ class ControlFlow:
         slots = [self._slot(op, start) for start in op.operands[3:]]
         self.loops.flush()
         counter, *carried = body.args
-        around, self.loop = self.loop, Loop(body, step)
+        around, self.loop = self.loop, FollowedLoop(body, step)
         with self._region(), self.code.loop(first, last, step, REGISTER[counter.type.elem]) as i:
             self.env[counter] = i
             for value, slot in zip(carried, slots, strict=True):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tilegen.cpu import build
-from tilegen.cpu.function import CpuFunction, Mode, triton_type
+from tilegen.cpu.function import BuildMode, CpuFunction, triton_type
 from tilegen.cpu.target import Target, host
 from tilegen.cpu.ttir import Source
 
@@ -30,14 +30,14 @@ class DirectFunction:
         *,
         aliases: bool = False,
         target: Target | None = None,
-        mode: Mode = "",
+        mode: BuildMode = "",
     ) -> None:
         """With `aliases`, arguments may share memory that the function writes. `target` is the
         processor to compile for, by default this machine's. See `cpu.load` for `mode`."""
         self._function = function
         self._aliases = aliases
         self._target = target or host()
-        self._mode: Mode = mode
+        self._mode: BuildMode = mode
         self._known: dict[tuple[Any, ...], CpuFunction] = {}
         self._lock = Lock()
         parameters = inspect.signature(function.fn).parameters.values()

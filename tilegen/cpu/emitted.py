@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from tilegen.cpu.build import code_of, object_of, source_of
-from tilegen.cpu.checks import Traffic
-from tilegen.cpu.function import CpuFunction, Mode, triton_type
+from tilegen.cpu.checks import CountedTraffic
+from tilegen.cpu.function import BuildMode, CpuFunction, triton_type
 from tilegen.cpu.objects import CompiledObject
 from tilegen.cpu.target import Target
 from tilegen.cpu.work import Work
@@ -30,17 +30,17 @@ Types = tuple[tuple[str, str], ...]
 class EmittedFunction:
     """Replaces the `@triton.jit` function of an emitted module."""
 
-    def __init__(self, rendered: RenderedKernel, target: Target, mode: Mode) -> None:
+    def __init__(self, rendered: RenderedKernel, target: Target, mode: BuildMode) -> None:
         """Compile the kernel for the declared types, or load it from disk. Raises the errors of
         `build.object_of`."""
         self._target = target
-        self._mode: Mode = mode
+        self._mode: BuildMode = mode
         self._source = source_of(rendered)
         self._code = code_of(rendered)
         self._rendered = rendered
         self._known: dict[tuple[bool | torch.dtype, ...], CpuFunction] = {}
         self._lock = Lock()
-        self.traffic = Traffic()
+        self.traffic = CountedTraffic()
         """Bytes that the launches of a counting build have moved."""
         self._declared = self._function(rendered.signature)
 

@@ -11,7 +11,7 @@ from tilegen.cpu.mlir import Block, Op, Value
 
 
 @dataclass(frozen=True)
-class Loop:
+class FollowedLoop:
     """A loop that is being written."""
 
     body: Block
@@ -20,7 +20,7 @@ class Loop:
 
 
 def following(
-    loop: Loop | None,
+    loop: FollowedLoop | None,
     pointer: Value,
     env: dict[Value, Any],
     code: Code,

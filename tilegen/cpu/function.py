@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from tilegen.cpu.checks import NOT_MOVED, Traffic, bounds_words, finding
+from tilegen.cpu.checks import NOT_MOVED, CountedTraffic, bounds_words, finding
 from tilegen.cpu.copies import Copies
 from tilegen.cpu.jit import Linked
 from tilegen.cpu.objects import CompiledObject
@@ -17,7 +17,7 @@ from tilegen.cpu.threads import by_pool, parallel, scratch, usable_threads
 from tilegen.cpu.work import Work
 from tilegen.errors import Unsupported, WrongResult
 
-Mode = Literal["", "bounds", "count"]
+BuildMode = Literal["", "bounds", "count"]
 """Extra work of a build: none, checks of addresses, or counts of bytes."""
 
 _CODES = {
@@ -46,7 +46,7 @@ _TYPES = {
 }
 
 
-class MachineCode(Protocol):
+class LoadedCode(Protocol):
     """Machine code in this process, linked by LLVM or opened as a shared object."""
 
     launch: int
@@ -61,19 +61,19 @@ class CpuFunction:
     def __init__(
         self,
         made: CompiledObject,
-        mode: Mode = "",
-        traffic: Traffic | None = None,
+        mode: BuildMode = "",
+        traffic: CountedTraffic | None = None,
         work: Work | None = None,
-        code: MachineCode | None = None,
+        code: LoadedCode | None = None,
     ) -> None:
         """`work` identifies small launches, which run on one thread; without it none is small.
         Without `code` the object is linked by LLVM."""
         self.made = made
-        self.traffic = traffic or Traffic()
+        self.traffic = traffic or CountedTraffic()
         """Bytes that the launches of a counting build have moved."""
         self._mode = mode
         self._work = work
-        self._linked: MachineCode = code or Linked(made.binary)
+        self._linked: LoadedCode = code or Linked(made.binary)
         self._launch = _LAUNCH(self._linked.launch)
         self._thread = _THREAD(self._linked.work)
         self._pack = struct.Struct("=" + "".join(_CODES[type_] for type_ in made.arguments)).pack

@@ -11,7 +11,7 @@ from tilegen.cpu.access import Access
 from tilegen.cpu.arithmetic import reduced
 from tilegen.cpu.ir import BYTES, REGISTER, Code, Index, Lane, typed
 from tilegen.cpu.mlir import Op
-from tilegen.cpu.tiles import Buffer, Node, Place
+from tilegen.cpu.tiles import Buffer, Node, TilePlace
 
 UNROLLED = 4
 """Vectors of a row computed by one iteration of a loop."""
@@ -133,7 +133,7 @@ class Loops:
             for chunk in range(group):
                 yield chunk, self.code.plus(first, chunk * lanes)
 
-    def _write(self, root: Root, idx: Place, lane: Lane, slots: list[str], chunk: int) -> None:
+    def _write(self, root: Root, idx: TilePlace, lane: Lane, slots: list[str], chunk: int) -> None:
         code, elem = self.code, root.node.elem
         value = root.node.at(code, idx, lane)
         if root.kind == "buffer":
@@ -186,7 +186,7 @@ class Loops:
             self.code.do(f"store {vector} {self._start(root, lane)}, ptr {slot}")
         return slots
 
-    def _finish(self, root: Root, outer: Place, lane: Lane, slots: list[str]) -> None:
+    def _finish(self, root: Root, outer: TilePlace, lane: Lane, slots: list[str]) -> None:
         code, elem = self.code, root.node.elem
         type_ = REGISTER[elem]
         assert root.combine

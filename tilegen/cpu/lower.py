@@ -17,7 +17,7 @@ from tilegen.cpu.following import following
 from tilegen.cpu.in_place import product_in_memory
 from tilegen.cpu.ir import FLOATS, MEMORY, REGISTER, bits
 from tilegen.cpu.loops import Root
-from tilegen.cpu.mlir import Block, Function, Op, Value
+from tilegen.cpu.mlir import Block, MlirFunction, Op, Value
 from tilegen.cpu.pointers import ADDITIONS, VIEWS, Pointers, kind_of
 from tilegen.cpu.products import Init
 from tilegen.cpu.target import Target
@@ -26,9 +26,9 @@ from tilegen.cpu.tiles import (
     Buffer,
     Constant,
     Elementwise,
-    Load,
+    LoadTile,
     Node,
-    Range,
+    RangeTile,
     Splat,
     View,
     reshaped,
@@ -56,7 +56,7 @@ class Lowered:
 
 
 def lower(
-    function: Function, target: Target, access: type[Access] = Access, *, aliases: bool = False
+    function: MlirFunction, target: Target, access: type[Access] = Access, *, aliases: bool = False
 ) -> Lowered:
     """Lower a kernel to LLVM IR. Raises Unsupported, naming the operation and the kernel's line.
 
@@ -67,7 +67,7 @@ def lower(
 
 class _Lowering(ControlFlow):
     def __init__(
-        self, function: Function, target: Target, access: type[Access], aliases: bool
+        self, function: MlirFunction, target: Target, access: type[Access], aliases: bool
     ) -> None:
         super().__init__(target, access)
         self.function = function
@@ -151,7 +151,7 @@ class _Lowering(ControlFlow):
             self.env[op.result] = Constant(type_.elem, type_.shape, value)
 
     def _op_tt_make_range(self, op: Op) -> None:
-        self.env[op.result] = Range("i32", op.result.type.shape, int(op.attribute("start")))
+        self.env[op.result] = RangeTile("i32", op.result.type.shape, int(op.attribute("start")))
 
     def _op_tt_get_program_id(self, op: Op) -> None:
         self.env[op.result] = f"%pid_{op.text.split()[0]}"
@@ -220,7 +220,7 @@ class _Lowering(ControlFlow):
         self.access.executed(
             self.code, self.loops.counted, "load", arg, type_.elem, type_.shape, mask
         )
-        node = Load(type_.elem, type_.shape, pointer, mask, other, self.access, op.line)
+        node = LoadTile(type_.elem, type_.shape, pointer, mask, other, self.access, op.line)
         if len(type_.shape) == 1 and type_.elem not in FLOATS and pointer.step(0) is None:
             # A look-up, such as of pages: addresses of this and of the next iteration read it.
             self.env[op.result] = self.loops.stored(node)
@@ -296,13 +296,13 @@ class _Lowering(ControlFlow):
         """
         self.env[value] = node
         users = _readers(value)
-        if not users or (node.elem not in FLOATS and not isinstance(node, Load)):
+        if not users or (node.elem not in FLOATS and not isinstance(node, LoadTile)):
             return
         near = all(user.block is value.block for user in users)
         if near and len(users) == 1:
             return
         only_products = all(user.name == "tt.dot" for user in users)
-        if only_products and isinstance(node, Load):  # packed from memory, once for each form
+        if only_products and isinstance(node, LoadTile):  # packed from memory, once for each form
             return
         narrow = only_products and node.elem == "bf16" and bool(self.code.target.pairs)
         self.env[value] = self.loops.stored(node, narrow=narrow)

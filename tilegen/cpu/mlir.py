@@ -88,7 +88,7 @@ class Block:
 
 
 @dataclass
-class Function:
+class MlirFunction:
     """A kernel."""
 
     name: str
@@ -100,7 +100,7 @@ class Function:
         return self.blocks[0].args
 
 
-def parse(text: str, file: str = "") -> Function:
+def parse(text: str, file: str = "") -> MlirFunction:
     """Parse the function of a printed module. `file` is the emitted file, whose lines operations
     get. Raises Unsupported."""
     return _Reader(text, file).function()
@@ -174,7 +174,7 @@ class _Reader:
         self._at = 0
         self._known: dict[str, int] = {}
 
-    def function(self) -> Function:
+    def function(self) -> MlirFunction:
         heads = [i for i, (line, _) in enumerate(self._lines) if line.startswith("tt.func")]
         if len(heads) != 1:
             raise Unsupported(f"a kernel must be one function, got {len(heads)}")
@@ -191,7 +191,7 @@ class _Reader:
             name, type_ = argument.split(": ", 1)
             first.args.append(self._define(scope, name, parse_type(type_), first, None))
         self._at += 1
-        return Function(head[1], self._blocks(scope, first))
+        return MlirFunction(head[1], self._blocks(scope, first))
 
     def _define(
         self, scope: dict[str, Value], name: str, type_: Type, block: Block, op: Op | None

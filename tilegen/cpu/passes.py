@@ -9,20 +9,22 @@ from functools import partial
 import torch
 
 from tilegen.calls.attention import attention
-from tilegen.check.peers import Attention, sdpa
+from tilegen.check.peers import AttentionFunction, sdpa
 from tilegen.check.reference import Inputs, make_inputs
 from tilegen.errors import TilegenError
 from tilegen.masks.tensors import typical_score
 from tilegen.problem import AttentionProblem
 
-Function = Callable[[], object]
+PassFunction = Callable[[], object]
 DROPOUT = 0.1
 """Probability that a weight is dropped, in calls of problems with dropout."""
 
 
 def passes_to_time(
-    problem: AttentionProblem, peers: Mapping[str, Attention] | None = None, device: str = "cpu"
-) -> dict[str, dict[str, Function]]:
+    problem: AttentionProblem,
+    peers: Mapping[str, AttentionFunction] | None = None,
+    device: str = "cpu",
+) -> dict[str, dict[str, PassFunction]]:
     """Make functions that compute `forward` and `backward`, by tilegen and by its peers.
 
     `peers` defaults to SDPA if SDPA can compute the problem.
@@ -31,20 +33,20 @@ def passes_to_time(
     problem = replace(problem, mask=problem.mask.realized(problem.shape, device))
     score = problem.score and typical_score(problem.score, problem.shape, device)
     dropped = DROPOUT if problem.dropout else 0.0
-    ours: Attention = partial(attention, mask=problem.mask, score=score, dropout_p=dropped)
+    ours: AttentionFunction = partial(attention, mask=problem.mask, score=score, dropout_p=dropped)
     if peers is None:
         try:
             peers = {"SDPA": sdpa(problem, device)}
         except TilegenError:  # for example a score, which SDPA does not support
             peers = {}
-    functions: dict[str, dict[str, Function]] = {"forward": {}, "backward": {}}
+    functions: dict[str, dict[str, PassFunction]] = {"forward": {}, "backward": {}}
     for name, computed_by in {"tilegen": ours, **peers}.items():
         forward, backward = _passes(computed_by, x)
         functions["forward"][name], functions["backward"][name] = forward, backward
     return functions
 
 
-def _passes(computed_by: Attention, x: Inputs) -> tuple[Function, Function]:
+def _passes(computed_by: AttentionFunction, x: Inputs) -> tuple[PassFunction, PassFunction]:
     leaves = [tensor.detach().clone().requires_grad_() for tensor in (x.q, x.k, x.v)]
     results: list[torch.Tensor] = []
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tilegen.cpu.mlir import Block, Function, Op, Value
+from tilegen.cpu.mlir import Block, MlirFunction, Op, Value
 
 VIEWS = ("tt.expand_dims", "tt.broadcast", "tt.trans", "tt.reshape")
 _ADDRESSES = ("tt.splat", "tt.addptr", "tt.bitcast", *VIEWS)
@@ -13,7 +13,7 @@ ADDITIONS = ("fadd", "add")
 class Pointers:
     """The arguments of a function from which its addresses derive."""
 
-    def __init__(self, function: Function) -> None:
+    def __init__(self, function: MlirFunction) -> None:
         self._places = {arg: i for i, arg in enumerate(function.args)}
         self.stored: set[int | None] = set()
         """Arguments through which the kernel writes; None for an address of unknown origin."""

@@ -20,7 +20,7 @@ from tilegen.cpu.loops import Loops
 from tilegen.cpu.mlir import Value
 from tilegen.cpu.pairs import added
 from tilegen.cpu.thin import Left, ThinProduct, fits
-from tilegen.cpu.tiles import Address, Buffer, Load, Node, View
+from tilegen.cpu.tiles import Address, Buffer, LoadTile, Node, View
 
 Init = Literal["zero", "load", "scale"]
 
@@ -171,7 +171,7 @@ class Products:
         is_row = not (swapped and stripped(left[1])[1])
         is_plain = is_row and not (stride or is_packed)
         if is_plain and fits(self.code, (m, n, depth), node, swapped, pairs):
-            assert isinstance(node, Load)
+            assert isinstance(node, LoadTile)
             a = self.left(*left, pairs)
             self.loops.flush()
             ThinProduct(self.code, a, node, swapped, pairs, into).write(init, scale)

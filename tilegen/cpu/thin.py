@@ -17,7 +17,7 @@ from tilegen.cpu.conversions import to_memory
 from tilegen.cpu.ir import Code, Index, Lane, typed
 from tilegen.cpu.pairs import added
 from tilegen.cpu.thin_rows import Rows
-from tilegen.cpu.tiles import Buffer, Load, Node
+from tilegen.cpu.tiles import Buffer, LoadTile, Node
 
 MOST_ROWS, AT_ONCE = 16, 8
 """Most rows of a product, and the rows whose sums stay in registers: more rows read the right
@@ -40,7 +40,7 @@ def fits(code: Code, shape: tuple[int, int, int], node: Node, swapped: bool, pai
     """Check whether a product of shape (rows, columns, depth) can be written here. `node` is the
     right operand without its transpositions; `swapped` tells that their number is odd."""
     rows, columns, depth = shape
-    if not isinstance(node, Load) or node.address.step(1) != 1 or not node.access.vectors:
+    if not isinstance(node, LoadTile) or node.address.step(1) != 1 or not node.access.vectors:
         return False
     if rows > MOST_ROWS or rows & (rows - 1):
         return False
@@ -58,7 +58,7 @@ class ThinProduct:
     """A product of few rows that is written to a buffer."""
 
     def __init__(
-        self, code: Code, left: Left, right: Load, swapped: bool, pairs: bool, into: Buffer
+        self, code: Code, left: Left, right: LoadTile, swapped: bool, pairs: bool, into: Buffer
     ) -> None:
         self.code = code
         self.left = left

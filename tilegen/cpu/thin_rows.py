@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from tilegen.cpu.conversions import from_memory
 from tilegen.cpu.ir import BYTES, MEMORY, Code, Index, typed
-from tilegen.cpu.tiles import Address, Load
+from tilegen.cpu.tiles import Address, LoadTile
 
 AHEAD = 8 << 10
 """Least distance between what is read and what is fetched [bytes]: what arrives in the latency of
@@ -26,7 +26,7 @@ class Rows:
     """The rows of a right operand, read by a product of `height` rows. Creating the object writes
     what reading needs before the first row."""
 
-    def __init__(self, code: Code, right: Load, height: int) -> None:
+    def __init__(self, code: Code, right: LoadTile, height: int) -> None:
         self.code = code
         self.right = right
         self.height = height

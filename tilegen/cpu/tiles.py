@@ -14,7 +14,7 @@ from tilegen.cpu.conversions import from_memory, to_memory
 from tilegen.cpu.ir import BYTES, MEMORY, REGISTER, Code, Index, Lane, typed
 from tilegen.cpu.mlir import Op
 
-Place = tuple[Index, ...]
+TilePlace = tuple[Index, ...]
 
 
 class Node:
@@ -23,7 +23,7 @@ class Node:
     elem: str
     shape: tuple[int, ...]
 
-    def at(self, code: Code, idx: Place, lane: Lane) -> str:
+    def at(self, code: Code, idx: TilePlace, lane: Lane) -> str:
         """Return the element at a place, or the vector that begins there."""
         key = self, idx, lane
         if key not in code.memo:
@@ -35,7 +35,7 @@ class Node:
                 code.memo[key] = self.code(code, idx, lane)
         return code.memo[key]
 
-    def code(self, code: Code, idx: Place, lane: Lane) -> str:
+    def code(self, code: Code, idx: TilePlace, lane: Lane) -> str:
         raise NotImplementedError
 
     def step(self, axis: int) -> int | None:
@@ -59,7 +59,7 @@ class Constant(Node):
     shape: tuple[int, ...]
     text: str
 
-    def code(self, code: Code, idx: Place, lane: Lane) -> str:
+    def code(self, code: Code, idx: TilePlace, lane: Lane) -> str:
         return self.text
 
     def step(self, axis: int) -> int | None:
@@ -79,7 +79,7 @@ class Splat(Node):
     shape: tuple[int, ...]
     scalar: str
 
-    def code(self, code: Code, idx: Place, lane: Lane) -> str:
+    def code(self, code: Code, idx: TilePlace, lane: Lane) -> str:
         return self.scalar
 
     def step(self, axis: int) -> int | None:
@@ -87,14 +87,14 @@ class Splat(Node):
 
 
 @dataclass(eq=False)
-class Range(Node):
+class RangeTile(Node):
     """Consecutive integers."""
 
     elem: str
     shape: tuple[int, ...]
     start: int
 
-    def code(self, code: Code, idx: Place, lane: Lane) -> str:
+    def code(self, code: Code, idx: TilePlace, lane: Lane) -> str:
         (index,) = idx
         if isinstance(index, int):
             first = str(index + self.start)
@@ -121,7 +121,7 @@ class View(Node):
     axes: tuple[int | None, ...]
     """For each axis of `of` the axis of the view; None if `of` has one element along it."""
 
-    def code(self, code: Code, idx: Place, lane: Lane) -> str:
+    def code(self, code: Code, idx: TilePlace, lane: Lane) -> str:
         inner = tuple(0 if axis is None else idx[axis] for axis in self.axes)
         if not lane:
             return self.of.at(code, inner, None)
@@ -154,7 +154,7 @@ class Reshape(Node):
     def _both(self) -> tuple[tuple[Node, list[int]], tuple[Node, list[int]]]:
         return (self, self._here), (self.of, self._there)
 
-    def code(self, code: Code, idx: Place, lane: Lane) -> str:
+    def code(self, code: Code, idx: TilePlace, lane: Lane) -> str:
         if self._renamed:
             inner: list[Index] = [0] * len(self.of.shape)
             for here, there in zip(self._here, self._there, strict=True):
@@ -198,7 +198,7 @@ class Elementwise(Node):
     op: Op
     args: list[Node]
 
-    def code(self, code: Code, idx: Place, lane: Lane) -> str:
+    def code(self, code: Code, idx: TilePlace, lane: Lane) -> str:
         values = [arg.at(code, idx, lane) for arg in self.args]
         return compute(code, self.op, [arg.elem for arg in self.args], self.elem, values, lane)
 
@@ -248,7 +248,7 @@ class Address(Node):
         steps = [offset.step(axis) for offset in self.offsets]
         return None if None in steps else sum(step or 0 for step in steps)
 
-    def place(self, code: Code, idx: Place, lane: Lane) -> str:
+    def place(self, code: Code, idx: TilePlace, lane: Lane) -> str:
         """Return the address at a place, or a vector of addresses."""
         type_ = typed("i64", lane)
         total = code.number("i64", 0, lane)
@@ -264,19 +264,21 @@ class Address(Node):
         return [(offset, True) for offset in self.offsets]
 
 
-class Reader(Protocol):
+class TileReader(Protocol):
     """Reads tiles from memory: see `access.Access`."""
 
     vectors: bool
     """True: rows are read as vectors."""
 
-    def load(self, code: Code, node: Load, idx: Place, lane: Lane, other: str | None) -> str:
+    def load(
+        self, code: Code, node: LoadTile, idx: TilePlace, lane: Lane, other: str | None
+    ) -> str:
         """Return the element of a load at a place, or the vector that begins there."""
         ...
 
 
 @dataclass(eq=False)
-class Load(Node):
+class LoadTile(Node):
     """A tile read from memory; `other` or 0 where the mask is false."""
 
     elem: str
@@ -284,7 +286,7 @@ class Load(Node):
     address: Address
     mask: Node | None
     other: Node | None
-    access: Reader
+    access: TileReader
     line: int
     streams: bool = True
     """True: the address depends on no value that was loaded, so that tiles of a loop probably
@@ -292,7 +294,7 @@ class Load(Node):
     next: Address | None = None
     """The address in the next iteration of the loop, if it was looked up and is known."""
 
-    def code(self, code: Code, idx: Place, lane: Lane) -> str:
+    def code(self, code: Code, idx: TilePlace, lane: Lane) -> str:
         other = self.other.at(code, idx, lane) if self.other else None
         return self.access.load(code, self, idx, lane, other)
 
@@ -320,12 +322,12 @@ class Buffer(Node):
         """LLVM's type of an element in the buffer."""
         return MEMORY[self.elem] if self.narrow or self.elem == "i1" else REGISTER[self.elem]
 
-    def where(self, code: Code, idx: Place) -> str:
+    def where(self, code: Code, idx: TilePlace) -> str:
         """Return the address of an element."""
         offset = code.flat(idx, self.shape)
         return code.emit(f"getelementptr inbounds {self.held}, ptr {self.pointer}, i64 {offset}")
 
-    def code(self, code: Code, idx: Place, lane: Lane) -> str:
+    def code(self, code: Code, idx: TilePlace, lane: Lane) -> str:
         if lane and any(size > 1 for size in self.shape[lane[0] + 1 :]):  # down a column
             elements = [
                 self.at(
@@ -344,7 +346,7 @@ class Buffer(Node):
     def _converts(self) -> bool:
         return self.held != REGISTER[self.elem]
 
-    def put(self, code: Code, idx: Place, lane: Lane, value: str) -> None:
+    def put(self, code: Code, idx: TilePlace, lane: Lane, value: str) -> None:
         """Store an element or a vector along the last axis, and memoize it."""
         code.memo[self, idx, lane] = value
         if self._converts:

@@ -56,7 +56,7 @@ class Work:
         if spec.shares:
             places = names.index("seqlen_q"), config.split_kv, names.index("seqlen_kv")
             return Work(problem.group_size * flops, config.block_m, 0, *places)
-        if spec.stays == "rows":
+        if spec.stationary == "rows":
             rows = config.block_m * (tile_heads(config, problem.group_size) if spec.packs else 1)
             tile, passing = config.block_n, "seqlen_kv"
             streamed = problem.element_bytes * (problem.head_dim_qk + problem.head_dim_v)

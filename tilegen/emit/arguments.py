@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tilegen.kernels.arguments import SCALE, SCALE_IN_BASE_2, Line
@@ -31,10 +31,10 @@ class Arguments:
         head_dims: Mapping[Dim, int],
         extras: Sequence[Line],
         changes_scores: bool,
-        absent: str = "",
+        absent: Collection[str] = (),
     ) -> Arguments:
-        """Return a kernel's arguments. If scores are changed, their scale is passed unchanged. A
-        tensor that is `absent` has no address and no strides."""
+        """Return a kernel's arguments. If scores are changed, their scale is passed unchanged.
+        Tensors that are `absent` have no address and no strides."""
         lines = described_lines(spec, config, head_dims) if config.descriptors else spec.lines
         lines = [kept for line in lines if (kept := line.without(absent)).arguments]
         lines = (SCALE if changes_scores and line is SCALE_IN_BASE_2 else line for line in lines)
@@ -68,7 +68,7 @@ class Arguments:
     @property
     def given(self) -> str:
         """The parameters of `launch`."""
-        names = [*self.spec.given, *(one.of for line in self.extras for one in line.arguments)]
+        names = [*self.spec.parameters, *(one.of for line in self.extras for one in line.arguments)]
         names = list(dict.fromkeys(names))
         if len(text := ", ".join(names)) + len("def launch():") <= WIDTH:
             return text

@@ -125,15 +125,15 @@ def _written_elsewhere(rendered: RenderedKernel, error: Unsupported) -> Path:
     """Write an emitted kernel into the temporary folder of this process, or nowhere if that cannot
     be written either."""
     reason = getattr(error.__cause__, "strerror", None) or error
-    trouble = f"the cache {str(current().cache_dir)!r} cannot be written ({reason})"
+    failure = f"the cache {str(current().cache_dir)!r} cannot be written ({reason})"
     remedy = f"set {CACHE_DIR} to a folder you can write to"
     if folder := own_folder():
         path = folder / rendered.digest / f"{rendered.kernel}.py"
         with contextlib.suppress(Unsupported):
             write_whole(path, rendered.source.encode("utf-8"))
-            say_once(f"{trouble}; kernels go to {str(folder)!r} until this process ends; {remedy}")
+            say_once(f"{failure}; kernels go to {str(folder)!r} until this process ends; {remedy}")
             return path
-    say_once(f"{trouble}, nor can a temporary folder; kernels stay in memory; {remedy}")
+    say_once(f"{failure}, nor can a temporary folder; kernels stay in memory; {remedy}")
     return _in_memory(rendered)
 
 

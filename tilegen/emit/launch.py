@@ -8,17 +8,10 @@ from functools import cached_property
 from textwrap import wrap
 
 from tilegen.emit.arguments import WIDTH, Arguments
-from tilegen.kernels.arguments import PANELS, size, size_name
+from tilegen.kernels.arguments import Line, size
 from tilegen.kernels.config import TileConfig
-from tilegen.kernels.loops import WIDTHS
-from tilegen.kernels.results import LIKE, OF_SPLITS, Extent, extents, shape_note
+from tilegen.kernels.results import Extent, extents, sources
 from tilegen.kernels.spec import KernelSpec
-
-_RANKS = {
-    **dict.fromkeys((*WIDTHS, "y", "grad"), 4),
-    **dict.fromkeys((*PANELS, "maxima"), 3),
-}
-"""Dimensions of tensors that are unpacked as a whole."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,14 +29,15 @@ class EmittedLaunch:
         """The first line of the docstring."""
         if self.results:
             return f"Return {self._list(self.results)}."
-        written = {one.tensor for one in self.spec.traffic if one.direction == "write"}
-        return f"Fill {self._list([name for name in self.spec.given if name in written])}."
+        return f"Fill {self._list([one.name for one in self.spec.outputs])}."
 
     @property
     def tensors(self) -> list[str]:
         """The lines of the docstring on the shapes of tensors."""
-        names = (*self.spec.given, *self.spec.made)
-        notes = {name: shape_note(name, self.spec, pairs=self.pairs) for name in names}
+        named = [one for one in self.spec.inputs if not isinstance(one, Line)]
+        notes = {one.name: one.described(pairs=self.pairs) for one in (*named, *self.spec.outputs)}
+        if "pages" in self.spec.supports:
+            notes = {name: note.replace("(batch", "(1") for name, note in notes.items()}
         indent = max(len(name) for name in notes if notes[name]) + 2
         return [
             line
@@ -65,14 +59,14 @@ class EmittedLaunch:
     @property
     def allocations(self) -> list[str]:
         """The lines that allocate results."""
-        counts = (self._count(one) for name in self.spec.made for one in self._shape(name))
+        counts = (self._count(one) for name in self.spec.allocated for one in self._shape(name))
         lines = [f"{name} = {value}" for name, value in dict.fromkeys(filter(None, counts))]
-        return lines + [line for name in self.spec.made for line in self._allocation(name)]
+        return lines + [line for name in self.spec.allocated for line in self._allocation(name)]
 
     @property
     def keeps_layout(self) -> bool:
         """Return True if a result has the layout of an argument of the launch."""
-        return any(name in LIKE for name in self.spec.made)
+        return any(self.spec.tensors[name].is_strided for name in self.spec.allocated)
 
     @property
     def grid(self) -> str:
@@ -88,8 +82,8 @@ class EmittedLaunch:
     @property
     def results(self) -> list[str]:
         """The tensors, and the knob if any, that the launch returns."""
-        knob = self.spec.tells
-        return [*self.spec.made, *([f"{knob.upper()}.value"] if knob else [])]
+        knob = self.spec.returns
+        return [*self.spec.allocated, *([f"{knob.upper()}.value"] if knob else [])]
 
     # ----------------------------------------------------------------------------------------------
 
@@ -100,43 +94,39 @@ class EmittedLaunch:
     @cached_property
     def _named_sizes(self) -> dict[str, tuple[str, int]]:
         """The required sizes by name: a tensor and its dimension."""
-        tensors = (*self.spec.given, *self.spec.made)
         arguments = [each for line in self.arguments.lines for each in line.arguments]
-        arguments += [size(name, tensors) for name, _ in self.spec.grid]
+        arguments += [size(name, self.spec.tensors.values()) for name, _ in self.spec.grid]
         named = {
             argument.name.removesuffix("_units"): (argument.of, argument.axis)
             for argument in arguments
-            if argument.taken in ("size", "units") and argument.of not in self.spec.made
+            if argument.taken in ("size", "units") and argument.of not in self.spec.allocated
         }
-        for name in self.spec.made:
+        for name in (x for x in self.spec.allocated if not self.spec.tensors[x].is_strided):
             for extent in self._shape(name):
-                if name not in LIKE and isinstance(extent, Extent) and extent.axis is not None:
+                if isinstance(extent, Extent) and extent.axis is not None:
                     named.setdefault(self._name(extent), (extent.of, extent.axis))
         return named
 
     def _name(self, extent: Extent) -> str:
         """Return the name of a size before division."""
-        if extent.axis is None:
-            return extent.of
-        own = (one for line in self.arguments.lines for one in line.arguments)
-        same = (one.name for one in own if (one.taken, one.of) == ("size", extent.of))
-        return size_name(extent.of, extent.axis, among=tuple(same))
+        tensor, axis = extent.of, extent.axis
+        return tensor if axis is None else self.spec.tensors[tensor].sizes[axis]
 
     def _size_lines(self) -> Iterator[str]:
         by_tensor: dict[str, dict[int, str]] = {}
         for name, (tensor, axis) in self._named_sizes.items():
             by_tensor.setdefault(tensor, {})[axis] = name
-        for tensor in (name for name in self.spec.given if name in by_tensor):
+        for tensor in (name for name in self.spec.parameters if name in by_tensor):
             axes = by_tensor[tensor]
-            if len(axes) > 1 and tensor in _RANKS:
-                names = (axes.get(axis, "_") for axis in range(_RANKS[tensor]))
+            if len(axes) > 1:
+                names = (axes.get(i, "_") for i in range(len(self.spec.tensors[tensor].sizes)))
                 yield f"{', '.join(names)} = {tensor}.shape"
             else:
                 for axis, name in axes.items():
                     yield f"{name} = {tensor}.shape[{axis}]"
 
     def _shape(self, name: str) -> tuple[Extent | int, ...]:
-        return extents(name, self.spec.given, pairs=self.pairs)
+        return extents(self.spec, name, pairs=self.pairs)
 
     def _count(self, extent: Extent | int) -> tuple[str, str] | None:
         """Return the name and the value of a computed size; None for other sizes."""
@@ -150,19 +140,19 @@ class EmittedLaunch:
         return "splits", f"triton.cdiv({name}, {self.spec.split_name.upper()}.value)"
 
     def _allocation(self, name: str) -> list[str]:
-        if name in LIKE:
-            like, width = LIKE[name]
-            return [f"{name} = _empty_like({like}, {width}.shape[3])"]
+        tensor, first = self.spec.tensors[name], sources(self.spec, name)[0].name
         shape = self._shape(name)
+        if tensor.is_strided:
+            assert isinstance(shape[-1], Extent)
+            return [f"{name} = _empty_like({first}, {shape[-1].of}.shape[3])"]
         counts = (self._count(extent) for extent in shape)
         sizes = (
             count[0] if count else str(extent) if isinstance(extent, int) else self._name(extent)
             for extent, count in zip(shape, counts, strict=True)
         )
         given = f"({', '.join(sizes)})"
-        if name in PANELS:
+        if tensor.is_panel:
             return [f"{name} = q.new_empty({given})"]
-        device = OF_SPLITS[name][0] if name in OF_SPLITS else self.spec.given[0]
-        given += f", device={device}.device, dtype=torch.float32"
+        given += f", device={first}.device, dtype=torch.float32"
         line = f"{name} = torch.empty({given})"
         return [line] if len(line) <= WIDTH else [line[: -len(given) - 1], f"    {given}", ")"]

@@ -35,7 +35,6 @@ from tilegen.kernels.arguments import DROPOUT, SINKS
 from tilegen.kernels.config import OPTIONS, Kernel, TileConfig, head_dim_chunks
 from tilegen.kernels.descriptors import why_not_described
 from tilegen.kernels.launch_order import heavy_end, rows_together
-from tilegen.kernels.loops import WIDTHS
 from tilegen.kernels.registry import KERNELS, check_config, family_with, tile_heads
 from tilegen.kernels.spec import KernelSpec
 from tilegen.kernels.split_kv import FILLING, usual_tiles
@@ -142,7 +141,7 @@ def environment(*folders: Path) -> jinja2.Environment:
 def _context(
     problem: AttentionProblem, config: TileConfig, spec: KernelSpec, aligned: bool
 ) -> dict[str, Any]:
-    side = spec.stays
+    side = spec.stationary
     unit = stride_unit(problem, aligned)
     function = _function_name(problem, config, spec)
     ranges = ranges_source(problem.mask, side, in_part=spec.loop.in_part)
@@ -151,7 +150,7 @@ def _context(
             f"keys in pages have no lists of tiles, which mask {problem.mask} needs; use the "
             f"problem's normal form, '{problem.normal()}'"
         )
-    keep = keep_source(problem.mask, side, softmax="out" in spec.shows)
+    keep = keep_source(problem.mask, side, softmax="out" in spec.checked_by)
     change = ScoreSource()
     if "scores" in spec.supports:
         precise = problem.dtype == "fp32"
@@ -164,7 +163,7 @@ def _context(
     added += ((SINKS,) if sinks else ()) + ((DROPOUT,) if drops else ())
     divided = spec.divides(problem)
     in_keys = spec.values_in_keys(problem)
-    absent = "v" if in_keys else ""
+    absent = [one.name for one in spec.tensors.values() if in_keys and one.alias]
     arguments = Arguments.of(spec, config, problem.head_dims, added, bool(change.forward), absent)
     return {
         "header": _header(problem, config, spec, aligned, unit),
@@ -255,7 +254,7 @@ def _function_name(problem: AttentionProblem, config: TileConfig, spec: KernelSp
         "" if problem.head_dim_qk == problem.head_dim_v else f"v{problem.head_dim_v}"
     )
     if not spec.masked:
-        only_values = all(WIDTHS.get(one, "v") == "v" for one in spec.given)
+        only_values = all(one.head_dim != "qk" for one in spec.tensors.values())
         dims = f"d{problem.head_dim_v}" if only_values else dims
         return f"attention_{spec.name}_{dims}_m{config.block_m}"
     notation = problem.mask.notation.replace("-1", "inf").lower()

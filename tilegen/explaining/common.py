@@ -72,7 +72,7 @@ def bound_facts(task: KernelTask, *, moved: int) -> KernelBound:
 
 
 def choice_line(choice: Choice | None, *, asked: bool) -> str:
-    """Describe in a line where the config comes from; empty for a config that was asked for."""
+    """Return the source of a config in a line; empty if the user gave the config."""
     if choice is None:
         return "" if asked else BY_MODEL
     line = choice.source
@@ -96,7 +96,7 @@ def splits_in_words(tiled: Tiled) -> str:
     held = f"{heads} heads" if heads > 1 else "1 head"
     queries = "query" if config.block_m == 1 else "queries"
     split, whose = "keys", f"in tiles of {config.block_m} {queries} of {held}"
-    if tiled.spec.stays == "columns":
+    if tiled.spec.stationary == "columns":
         split, whose = "queries", f"for tiles of {config.block_n} keys"
     each = f"{config.split_kv} {split}"
     if tiled.task.divided:

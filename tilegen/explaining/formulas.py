@@ -46,7 +46,7 @@ from tilegen.task import Tiled
 rho = sp.Symbol("rho", positive=True)
 """Number of times that DRAM delivers the streamed rows: `dram.sweeps`."""
 
-Values = dict[sp.Symbol, Any]
+SymbolValues = dict[sp.Symbol, Any]
 
 
 def formula(name: str, expression: sp.Expr) -> Formula:
@@ -108,10 +108,10 @@ def dram_bytes(kernel: Kernel, values_in_keys: bool, pairs: bool) -> sp.Expr:
     return sp.factor(kept) + sp.Min(sp.factor(crossing), rho * sp.factor(once))
 
 
-def kernel_values(tiled: Tiled) -> Values:
+def kernel_values(tiled: Tiled) -> SymbolValues:
     """Return the values of the symbols in the formulas of a kernel's traffic and bounds."""
     task, problem, config = tiled.task, tiled.problem, tiled.config
-    width = task.spec.told(config) or SCORE_WIDTH
+    width = task.spec.returned(config) or SCORE_WIDTH
     counts, splits = visits(tiled), splits_of(tiled)
     return bound_values(task) | {
         V_kv: counts.rows,
@@ -127,7 +127,7 @@ def kernel_values(tiled: Tiled) -> Values:
     }
 
 
-def level_values(tiled: Tiled, levels: Levels) -> Values:
+def level_values(tiled: Tiled, levels: Levels) -> SymbolValues:
     """Return the values of the symbols that only `dram_formulas` use."""
     return {
         T_h: tiled.task.heads_of_group * visits(tiled).programs,
@@ -139,7 +139,7 @@ def level_values(tiled: Tiled, levels: Levels) -> Values:
     }
 
 
-def named(values: Values, used: Iterable[sp.Expr]) -> dict[str, float]:
+def named(values: SymbolValues, used: Iterable[sp.Expr]) -> dict[str, float]:
     """Return the values of the symbols in expressions, by name, without infinite values."""
     symbols = {
         symbol for expression in used for symbol in expression.free_symbols if symbol in values

@@ -59,7 +59,7 @@ class StepFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MachineCode:
+class MachineCodeFacts:
     """The machine code of a kernel."""
 
     kernel: Kernel
@@ -87,7 +87,7 @@ class MachineCode:
         return values
 
 
-def static(task: KernelTask, config: TileConfig | None = None) -> MachineCode:
+def static(task: KernelTask, config: TileConfig | None = None) -> MachineCodeFacts:
     """Describe the machine code of a kernel; compiles it, without a GPU.
 
     `config` defaults to the choice of a call. Raises Unsupported and BuildFailed.
@@ -97,7 +97,7 @@ def static(task: KernelTask, config: TileConfig | None = None) -> MachineCode:
     tiled = task.tiled(chosen)
     built = compile_for(render(task.problem, chosen, kernel), gpu.arch)
     used, code = built.resources, built.resources.step_code
-    return MachineCode(
+    return MachineCodeFacts(
         kernel=kernel,
         config=chosen.key,
         gpu=gpu.name,
@@ -142,7 +142,7 @@ def _step(code: StepCode, gpu: GpuSpec, config: TileConfig) -> StepFacts:
     return StepFacts(clocks=clocks_as_compiled(code, gpu), scale=scale, code=code)
 
 
-def static_lines(facts: MachineCode) -> Iterator[str]:
+def static_lines(facts: MachineCodeFacts) -> Iterator[str]:
     """Format the machine code of a kernel as lines."""
     yield (
         f"{facts.kernel} {facts.config} on {facts.gpu}, from its machine code: "

@@ -21,7 +21,7 @@ def explain_mask(task: KernelTask, chosen: Candidate) -> MaskEffect:
     """Describe the tiles that a kernel visits under the mask, on a GPU or a processor."""
     problem, (stays, streams) = task.problem, task.spec.loop.sides("queries", "keys")
     visits_tiles = task.spec.masked
-    form, (live, whole, dropped) = _form(problem, task.spec.stays)
+    form, (live, whole, dropped) = _form(problem, task.spec.stationary)
     return MaskEffect(
         keep=problem.mask.notation,
         stays=stays,
@@ -63,11 +63,11 @@ def mask_lines(mask: MaskEffect) -> list[str]:
     return lines
 
 
-Edges = tuple[str, str]
+EdgeWords = tuple[str, str]
 """The ends of a half-open interval, in terms of the tile [first, last]."""
 
 
-def _form(problem: AttentionProblem, side: Side) -> tuple[str, tuple[tuple[Edges, ...], ...]]:
+def _form(problem: AttentionProblem, side: Side) -> tuple[str, tuple[tuple[EdgeWords, ...], ...]]:
     """Return the form of a mask's tiles, with the live, full and dropped intervals."""
     sets = visit(problem.mask, side).sets
     if sets is None:
@@ -77,13 +77,13 @@ def _form(problem: AttentionProblem, side: Side) -> tuple[str, tuple[tuple[Edges
     return "interval" if whole else "several", (live, whole, dropped)
 
 
-def _edges(interval: Interval) -> Edges:
+def _edges(interval: Interval) -> EdgeWords:
     edges = ("0" if interval.lo is None else str(interval.lo), str(interval.hi))
     lo, hi = (re.sub(r"(?<=[\w)])([-+])", r" \1 ", edge).replace(",", ", ") for edge in edges)
     return lo, hi
 
 
-def _range(edges: Edges) -> str:
+def _range(edges: EdgeWords) -> str:
     lo, hi = edges
     return f"[{lo}, {hi})"
 

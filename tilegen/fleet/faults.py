@@ -45,7 +45,7 @@ NOT_LET_IN = re.compile(
 
 
 def may_pass(error: Exception) -> bool:
-    """Return True if an error may be temporary; `lasting` tells lasting errors apart.
+    """Return True if an error may be temporary; `why_not_recovering` tells lasting errors apart.
 
     Base classes are compared by name, so that no driver needs to be installed.
     """
@@ -58,7 +58,7 @@ def may_pass(error: Exception) -> bool:
     ) or isinstance(error, OSError)
 
 
-def lasting(error: Exception, journal: Path | None) -> str:
+def why_not_recovering(error: Exception, journal: Path | None) -> str:
     """Explain why a storage will not recover, with advice; empty if waiting may help. `journal` is
     the file of a storage that is a journal."""
     # Optuna does not check a journal's lines: broken lines raise errors of other classes.
@@ -67,9 +67,9 @@ def lasting(error: Exception, journal: Path | None) -> str:
         return _flaw(journal)
     for cause in _causes(error):
         code = str(getattr(cause, "sqlite_errorname", ""))
-        for start, trouble in SQLITE.items():
+        for start, reason in SQLITE.items():
             if code.startswith(start):
-                return f"{trouble} ({cause}); {ANOTHER}"
+                return f"{reason} ({cause}); {ANOTHER}"
         state = str(getattr(cause, "sqlstate", None) or "")
         if state.startswith(POSTGRES) or (
             type(cause).__module__.startswith("psycopg") and NOT_LET_IN.search(str(cause))

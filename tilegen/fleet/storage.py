@@ -19,7 +19,7 @@ import optuna
 from tilegen.compiling.background import Background
 from tilegen.disk import log
 from tilegen.errors import TilegenError, Unsupported
-from tilegen.fleet.faults import in_words, is_operation, lasting, may_pass
+from tilegen.fleet.faults import in_words, is_operation, may_pass, why_not_recovering
 from tilegen.store.reach import shown
 from tilegen.tuning.measure import one_line
 
@@ -119,8 +119,8 @@ def patiently(
         try:
             return _answer(call, where, seconds - waited)
         except Exception as error:
-            if trouble := lasting(error, journal):
-                raise StorageBroken(f"cannot use the storage {where}: {trouble}") from error
+            if reason := why_not_recovering(error, journal):
+                raise StorageBroken(f"cannot use the storage {where}: {reason}") from error
             if not may_pass(error):
                 raise
             waited = time.monotonic() - started

@@ -25,7 +25,7 @@ from tilegen.kernels.two_pass import TWO_PASS
 from tilegen.masks.score import softcap
 from tilegen.problem import AttentionProblem
 
-Backend = Literal["cuda", "rocm", "cpu"]
+HubBackend = Literal["cuda", "rocm", "cpu"]
 NAME = re.compile(r"[a-z][-a-z0-9]*[a-z0-9]")
 _TENSORS = re.compile(r"(t\d+|c\d+|dc\d+|sinks|tiles|dropout)_ptr")
 """Arguments that need tilegen at run time: tensors of masks and scores, lists of tiles, seeds."""
@@ -38,7 +38,7 @@ def lay_out(
     name: str = "tilegen-attention",
     version: int = 1,
     license: str = "unknown",
-    backends: Sequence[Backend] | None = None,
+    backends: Sequence[HubBackend] | None = None,
 ) -> Path:
     """Write a bundle's kernels as a repository for `kernels.get_kernel` and `get_local_kernel`.
 

@@ -96,7 +96,7 @@ def _refuse(what: str) -> NoReturn:
 
 
 @dataclass(frozen=True)
-class Place:
+class SequencePlace:
     """Place of a forward's queries and keys in the sequence that a model has seen."""
 
     batch: int
@@ -167,7 +167,7 @@ def model_mask(
         use_vmap=use_vmap,
         device=device,
     )
-    place = Place(batch_size, q_length, kv_length, q_offset, kv_offset, device)
+    place = SequencePlace(batch_size, q_length, kv_length, q_offset, kv_offset, device)
     mask = read(mask_function, place)
     if mask is None:
         mask = tables.dense(
@@ -185,7 +185,7 @@ def model_mask(
     return ModelMask(mask, lengths, batch_size, is_padded, of_rows, q_offset)
 
 
-def read(function: MaskFunction, place: Place) -> Mask | None:
+def read(function: MaskFunction, place: SequencePlace) -> Mask | None:
     """Return the mask that a function describes at a place; None if it is unknown.
 
     Under torch.compile closures cannot be read, so functions that have a closure are unknown.
@@ -208,32 +208,32 @@ def _closure(function: Any) -> dict[str, Any]:
 # --------------------------------------------------------------------------------------------------
 # The building blocks. Parameters have the names of the variables in transformers' closures.
 
-Reader = Callable[..., Mask | None]
+MaskReader = Callable[..., Mask | None]
 
 
-def _causal(place: Place) -> Mask:
+def _causal(place: SequencePlace) -> Mask:
     return place.window(None, 0)
 
 
-def _everything(place: Place) -> Mask:
+def _everything(place: SequencePlace) -> Mask:
     return full()
 
 
-def _window(place: Place, sliding_window: int) -> Mask:
+def _window(place: SequencePlace, sliding_window: int) -> Mask:
     return place.window(sliding_window - 1, None)
 
 
-def _window_both_ways(place: Place, sliding_window: int) -> Mask:
+def _window_both_ways(place: SequencePlace, sliding_window: int) -> Mask:
     return place.window(sliding_window, sliding_window)
 
 
-def _chunked(place: Place, chunk_size: int, left_padding: torch.Tensor) -> Mask:
+def _chunked(place: SequencePlace, chunk_size: int, left_padding: torch.Tensor) -> Mask:
     start = left_padding.to(place.device).view(-1, 1)
     at = place.q_offset - start, place.kv_offset - start
     return tables.chunks(chunk_size, (place.seqlen_q, place.seqlen_kv), at, place.shift)
 
 
-def _blocks(place: Place, block_sequence_ids: torch.Tensor) -> Mask:
+def _blocks(place: SequencePlace, block_sequence_ids: torch.Tensor) -> Mask:
     """Return the mask `ids[q] == ids[k] >= 0`."""
     ids = block_sequence_ids.to(place.device).int().expand(place.batch, -1)
     of_q, of_k = (
@@ -246,24 +246,24 @@ def _blocks(place: Place, block_sequence_ids: torch.Tensor) -> Mask:
     return tables.groups(torch.where(of_q < 0, -1, of_q), torch.where(of_k < 0, -2, of_k))
 
 
-def _all_of(place: Place, mask_functions: Sequence[MaskFunction]) -> Mask | None:
+def _all_of(place: SequencePlace, mask_functions: Sequence[MaskFunction]) -> Mask | None:
     if (packed := _packed(place, mask_functions)) is not None:
         return packed
     return _joined(intersect, place, mask_functions)
 
 
-def _any_of(place: Place, mask_functions: Sequence[MaskFunction]) -> Mask | None:
+def _any_of(place: SequencePlace, mask_functions: Sequence[MaskFunction]) -> Mask | None:
     return _joined(unite, place, mask_functions)
 
 
 def _joined(
-    join: Callable[..., Mask], place: Place, functions: Sequence[MaskFunction]
+    join: Callable[..., Mask], place: SequencePlace, functions: Sequence[MaskFunction]
 ) -> Mask | None:
     masks = [mask for function in functions if (mask := read(function, place)) is not None]
     return join(*masks) if len(masks) == len(functions) else None
 
 
-def _packed(place: Place, functions: Sequence[MaskFunction]) -> Mask | None:
+def _packed(place: SequencePlace, functions: Sequence[MaskFunction]) -> Mask | None:
     """Return a mask within the documents of packed sequences: ids of the tokens' documents, and a
     mask between positions, which rise by one from token to token within a document."""
     if [getattr(function, "__code__", None) for function in functions] != _code_of_packed:
@@ -309,9 +309,9 @@ def _fit(ids: torch.Tensor, positions: torch.Tensor) -> bool:
 # Known building blocks of transformers
 
 
-def known_blocks() -> dict[CodeType | None, Reader]:
+def known_blocks() -> dict[CodeType | None, MaskReader]:
     """Return the readers of building blocks, by code."""
-    joins: dict[CodeType | None, Reader] = {
+    joins: dict[CodeType | None, MaskReader] = {
         masking_utils.and_masks(_yes).__code__: _all_of,
         masking_utils.or_masks(_yes).__code__: _any_of,
     }
@@ -320,7 +320,7 @@ def known_blocks() -> dict[CodeType | None, Reader]:
         return joins | {block.__code__: reader for block, reader in samples}
 
 
-def _samples() -> list[tuple[Any, Reader]]:
+def _samples() -> list[tuple[Any, MaskReader]]:
     """Return an instance of each building block, with its reader."""
     some = torch.tensor([0, 2])
     ids = torch.tensor([[0, 0, -1, 1, 1, -1, 0], [-1, -1, 2, 2, 2, 1, 0]])
@@ -334,14 +334,14 @@ def _samples() -> list[tuple[Any, Reader]]:
     ]
 
 
-def _agrees(function: Any, reader: Reader) -> bool:
+def _agrees(function: Any, reader: MaskReader) -> bool:
     """Check whether a building block agrees with its reader at a few positions."""
     b, h, q, k = (
         torch.arange(n).view(-1, *[1] * (3 - axis)) for axis, n in enumerate((2, 1, 4, 7))
     )
     try:
         expected = function(b, h, q + 3, k)
-        mask = reader(Place(2, 4, 7, 3, 0, "cpu"), **_closure(function))
+        mask = reader(SequencePlace(2, 4, 7, 3, 0, "cpu"), **_closure(function))
         actual = mask.kept(q, k, 4, 7, b, h)  # type: ignore[union-attr]
         return torch.equal(expected.expand(2, 1, 4, 7), actual.expand(2, 1, 4, 7))
     except Exception:  # another version of transformers, with other building blocks
@@ -359,7 +359,7 @@ def _yes(batch_idx: Any, head_idx: Any, q_idx: Any, kv_idx: Any) -> Any:
     return q_idx >= 0
 
 
-_known: dict[CodeType | None, Reader] = {}
+_known: dict[CodeType | None, MaskReader] = {}
 _known |= known_blocks()
 _without_closure = [
     pair for pair in _samples() if _known.get(pair[0].__code__) in (_causal, _everything)

@@ -17,7 +17,7 @@ from tilegen.masks.values import UNKNOWN, Pattern, Table
 TYPICAL = 50
 """Assumed share of the pairs that bool masks keep [percent]. Measuring it would wait for the GPU,
 and choose other kernels for each mask."""
-Tables = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+BlockTables = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def padding(is_token: torch.Tensor, rows: int) -> Mask:
@@ -103,7 +103,7 @@ def dense(keep: torch.Tensor) -> Mask:
     return Mask.of(BLOCK_SPARSE, layout, 1)
 
 
-def _intervals(tables: Tables) -> Mask:
+def _intervals(tables: BlockTables) -> Mask:
     """Return the mask with the given first and end by row, then by column."""
     names: tuple[tuple[str, Pattern], ...]
     names = ("bq", "firsts"), ("bq", "ends"), ("bk", "firsts"), ("bk", "ends")

@@ -7,9 +7,14 @@ tensor or number that it comes from, and the part that it takes.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+from tilegen.kernels.tensors import Number, Tensor
+
+if TYPE_CHECKING:
+    from tilegen.masks.mask import Side
 
 Taken = Literal[
     "address", "descriptor", "stride", "size", "units", "number", "base 2", "flag", "nothing"
@@ -17,34 +22,6 @@ Taken = Literal[
 """The part of a tensor or number that an argument holds: the address; a descriptor of tiles; a
 stride, in the kernel's unit; a size; a size in that unit; the number itself; a scale times log2(e),
 above 0; a truth value as an int. Scratch pointers, which these kernels do not use, hold nothing."""
-
-FP32_TENSORS = frozenset(
-    ("lse", "delta", "maxima", "sums", "acc", "sinks", "partials", "partial_lse")
-)
-"""Tensors that are always fp32; a kernel may have more."""
-PANELS = frozenset(("weights", "ds", "panel"))
-"""Tensors (heads, rows, columns) that the kernels of a panel share. All have the same strides."""
-COLUMN_TENSORS = frozenset(("k", "v", "dk", "dv", "grad"))
-"""Tensors whose rows are key-value rows."""
-_STRIDE_NAMES = {"out": "o", "dout": "do", "grad": "g", **dict.fromkeys(PANELS, "w")}
-"""Names that strides use for tensors, if they differ from the tensors' own names."""
-_SIZES: dict[str, tuple[str, int]] = {
-    "batch": ("q out dq y dk k", 0),
-    "num_heads_q": ("q out dq y", 1),
-    "seqlen_q": ("q out dq y", 2),
-    "num_heads_kv": ("k v grad dk", 1),
-    "seqlen_kv": ("k v grad dk", 2),
-    "head_dim": ("grad", 3),
-    "head_dim_qk": ("k q", 3),
-    "head_dim_v": ("v", 3),
-    "num_heads": ("weights ds panel", 0),
-    "num_rows": ("weights ds panel", 1),
-    "score_tiles": ("maxima", 1),
-    "num_splits": ("partial_lse", 2),
-    "total_q": ("q", 2),
-}
-"""Tensors from which a size can be read, and the dimension. The kernel's first such tensor is
-used."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +37,8 @@ class Argument:
     taken: Taken
     axis: int = 0
     """The dimension of a stride or a size; the columns of a descriptor's tiles."""
+    rows: str = ""
+    """The knob with the rows of a descriptor's tiles."""
 
     def type_for(self, dtype: str) -> str:
         """Return the argument's Triton type for a problem's dtype."""
@@ -78,8 +57,7 @@ class Argument:
             case "address" | "number":
                 return self.of
             case "descriptor":
-                rows = "BLOCK_N" if self.of in COLUMN_TENSORS else "BLOCK_M"
-                return f"_described({self.of}, {rows}.value, {self.axis})"
+                return f"_described({self.of}, {self.rows.upper()}.value, {self.axis})"
             case _:
                 return self.name
 
@@ -101,20 +79,17 @@ class Line:
         """The line in the kernel's list of parameters."""
         return f"{self.names}," + (f"  # {self.why}" if self.why else "")
 
-    def without(self, tensor: str) -> Line:
-        """Return the line without the arguments of a tensor."""
-        if all(argument.of != tensor for argument in self.arguments):
-            return self
-        return replace(
-            self, arguments=tuple(argument for argument in self.arguments if argument.of != tensor)
-        )
+    def without(self, tensors: Collection[str]) -> Line:
+        """Return the line without the arguments of some tensors."""
+        kept = tuple(argument for argument in self.arguments if argument.of not in tensors)
+        return self if kept == self.arguments else replace(self, arguments=kept)
 
     @property
     def expressions(self) -> list[str]:
         """The expressions that the emitted `launch` passes for the line."""
         first = self.arguments[0]
         if first.taken == "stride":
-            if first.of in PANELS:
+            if len(self.arguments) == 2:  # of a panel
                 return [f"*(stride // STRIDE_UNIT.value for stride in {first.of}.stride()[:2])"]
             return [f"*_strides({first.of})"]
         passed = (
@@ -126,53 +101,74 @@ class Line:
         return list(dict.fromkeys(passed))
 
 
-def pointers(*tensors: str, fp32: Collection[str] = ()) -> Line:
-    """Return the addresses of tensors. FP32_TENSORS and `fp32` are addresses of fp32."""
-    types = {name: "*fp32" for name in (*FP32_TENSORS, *fp32)}
+def pointers(tensors: Iterable[Tensor]) -> Line:
+    """Return the addresses of tensors."""
     return Line(
         tuple(
-            Argument(f"{name}_ptr", types.get(name, "*element"), name, "address")
-            for name in tensors
+            Argument(one.address or f"{one.name}_ptr", f"*{one.dtype}", one.name, "address")
+            for one in tensors
         )
     )
 
 
-def strides(tensor: str, why: str = "") -> Line:
+def strides(tensor: Tensor, why: str = "") -> Line:
     """Return the strides of a tensor: batch, head and row, or head and row of a panel."""
-    name = _STRIDE_NAMES.get(tensor, tensor)
-    axes = "hm" if tensor in PANELS else "bhn" if tensor in COLUMN_TENSORS else "bhm"
+    axes = "hm" if tensor.is_panel else "bhn" if tensor.side == "columns" else "bhm"
+    why = " ".join(filter(None, (why, tensor.stride_note)))
+    name = tensor.stride_name or tensor.name
     return Line(
         tuple(
-            Argument(f"stride_{name}{axis}", "i32", tensor, "stride", i)
+            Argument(f"stride_{name}{axis}", "i32", tensor.name, "stride", i)
             for i, axis in enumerate(axes)
         ),
         why,
     )
 
 
-def sizes(names: str, tensors: str, why: str = "") -> Line:
-    """Return sizes by name; each is read from the first of `tensors` that has it, or is an argument
-    of `launch`."""
-    return Line(tuple(size(name, tensors.split()) for name in names.split()), why)
+def sizes(names: str, tensors: Iterable[Tensor], why: str = "") -> Line:
+    """Return sizes by name, read from tensors that have them; others are arguments of `launch`."""
+    return Line(tuple(size(name, tensors) for name in names.split()), why)
 
 
-def size(name: str, tensors: list[str] | tuple[str, ...]) -> Argument:
-    """Return a size by name, read from the first of `tensors` that has it; otherwise an argument of
-    `launch`."""
+def size(name: str, tensors: Iterable[Tensor]) -> Argument:
+    """Return a size by name. It is read from the first of the tensors with strides that has it,
+    then from others, small ones first. Otherwise it is an argument of `launch`."""
     if name.endswith("_units"):
         return replace(size(name.removesuffix("_units"), tensors), name=name, taken="units")
-    candidates, axis = _SIZES.get(name, ("", 0))
-    of = next((one for one in candidates.split() if one in tensors), None)
-    if of is None:
+    having = [one for one in tensors if name in one.sizes]
+    if not having:
         return Argument(name, "i32", name, "number")
-    return Argument(name, "i32", of, "size", axis)
+    of = min(having, key=lambda one: (not one.is_strided, len(one.sizes)))
+    return Argument(name, "i32", of.name, "size", of.sizes.index(name))
 
 
-def size_name(tensor: str, axis: int, among: tuple[str, ...]) -> str:
-    """Return the name of a size of a tensor: a fitting name from `among`, or else the usual
-    name."""
-    fitting = [name for name, (of, at) in _SIZES.items() if tensor in of.split() and at == axis]
-    return next((name for name in fitting if name in among), fitting[0])
+def names_of(given: Tensor | Line | Number) -> tuple[str, ...]:
+    """Return the names of the parameters of `launch` from which an input is taken."""
+    if isinstance(given, Line):
+        return tuple(one.of for one in given.arguments if one.taken not in ("size", "units"))
+    return (given.name,)
+
+
+def places(tensors: Collection[Tensor]) -> tuple[Line, ...]:
+    """Return the addresses of tensors, the strides of those with any, and of a panel."""
+    strided = [one for one in tensors if one.is_strided]
+    return (
+        pointers(sorted(tensors, key=lambda one: one.dtype == "i32")),
+        *(
+            strides(one, "" if i else "batch, head and row strides")
+            for i, one in enumerate(strided)
+        ),
+        *[strides(one) for one in tensors if one.is_panel][:1],
+    )
+
+
+def usual_sizes(tensors: Collection[Tensor], stationary: Side, *, splits: bool) -> Line:
+    """Return the sizes that kernels take: heads of the stationary side, and lengths of tensors with
+    strides. With `splits`, also the number of splits."""
+    lengths = {size for one in tensors if one.is_strided for size in one.sizes}
+    names = ["num_heads_kv" if stationary == "columns" else "num_heads_q"]
+    names += [size for size in ("seqlen_q", "seqlen_kv") if size in lengths]
+    return sizes(" ".join([*names, *(["num_splits"] if splits else [])]), tensors)
 
 
 def numbers(*names: str, why: str = "") -> Line:
@@ -209,12 +205,6 @@ def tensor(name: str, type_: str, dimensions: int) -> tuple[Argument, ...]:
     return Argument(f"{name}_ptr", type_, name, "address"), *shape
 
 
-PAGES = (
-    Argument("table_ptr", "*i32", "block_table", "address"),
-    Argument("lengths_ptr", "*i32", "lengths", "address"),
-    Argument("q_starts_ptr", "*i32", "q_starts", "address"),
-)
-"""The pages of each request, its number of keys, and where its queries start."""
 LISTS = Line(
     (
         Argument("tiles_ptr", "*i32", "tiles", "address"),

@@ -13,9 +13,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tilegen.kernels.arguments import COLUMN_TENSORS, Argument, Line
+from tilegen.kernels.arguments import Argument, Line
 from tilegen.kernels.config import Dim, TileConfig, head_dim_chunks
-from tilegen.kernels.loops import WIDTHS
 from tilegen.kernels.spec import KernelSpec
 
 if TYPE_CHECKING:
@@ -62,15 +61,17 @@ def described_lines(
         if tensor not in spec.described:
             first.append(address)
             continue
-        rows = config.block_n if tensor in COLUMN_TENSORS else config.block_m
-        pieces = head_dim_chunks(head_dims[WIDTHS[tensor]])
+        tile = "block_n" if spec.tensors[tensor].side == "columns" else "block_m"
+        dim = spec.tensors[tensor].head_dim
+        pieces = head_dim_chunks(head_dims[dim]) if dim else ()
         first += [
             Argument(
                 f"{tensor}_desc" + (f"_{i}" if len(pieces) > 1 else ""),
-                f"tensordesc<element[1, 1, {rows}, {width}]>",
+                f"tensordesc<element[1, 1, {getattr(config, tile)}, {width}]>",
                 tensor,
                 "descriptor",
                 width,
+                tile,
             )
             for i, width in enumerate(pieces)
         ]

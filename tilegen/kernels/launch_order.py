@@ -40,7 +40,7 @@ def heavy_end(mask: Mask, spec: KernelSpec) -> End:
     first; otherwise empty. Programs of panels, splits and shares have equal work and no such
     order."""
     by_work = spec.is_fused and not spec.parts
-    return _heavy_end(mask, spec.stays) if by_work else ""
+    return _heavy_end(mask, spec.stationary) if by_work else ""
 
 
 @lru_cache(maxsize=1024)

@@ -12,10 +12,6 @@ if TYPE_CHECKING:
 
 Laid = tuple[tuple[int, ...], tuple[int, ...]]
 """The shape and the strides of a tensor."""
-PAIRED = frozenset(("lse", "partial_lse"))
-"""Tensors with two numbers for each row if scores are changed. The first is a natural logarithm;
-the second, in base 2, is the part that the first loses in fp32. The pair is the dimension before
-rows."""
 
 
 def empty_like(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:

@@ -7,14 +7,14 @@ time depend on these numbers alone, for every kernel.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import sqrt
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 
 from tilegen.kernels.config import Dim, TileConfig, head_dim_chunks
-from tilegen.kernels.layout import PAIRED
+from tilegen.kernels.tensors import Tensor
 
 if TYPE_CHECKING:
     from tilegen.masks.mask import Side
@@ -22,11 +22,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Knob = Literal["block_m", "block_n", "block_d"]
-WIDTHS: dict[str, Dim] = {
-    **dict.fromkeys(("q", "k", "dq", "dk"), "qk"),
-    **dict.fromkeys(("v", "out", "dout", "dv"), "v"),
-}
-"""The head dim of a tensor's rows; lse and delta have a single fp32 number per row."""
 chunks = cache(head_dim_chunks)
 """Widths of the tiles that cover a head dim."""
 
@@ -79,7 +74,7 @@ class Step:
     """Words of an operand that are modified in registers before a product reads them."""
     weighted: bool = False
     """True if the modified words are weights, corrected by the maxima of score tiles."""
-    passing: tuple[int, ...] = ()
+    streamed: tuple[int, ...] = ()
     """Widths of the pieces in which a row of the streamed tile is loaded; none if no tile is
     streamed."""
     numbers: int = 0
@@ -113,7 +108,7 @@ class Step:
 class _Loop:
     """Fields and methods that all three kinds share."""
 
-    stays: Side = "rows"
+    stationary: Side = "rows"
     """The stationary side of the scores; tiles of the other side are streamed."""
     # Kinds whose kernels differ in one of these define a field or a property of the same name.
     masked = is_fused = True
@@ -123,25 +118,18 @@ class _Loop:
     def sides(self, queries: T, keys: T) -> tuple[T, T]:
         """Return the stationary side and the streamed side. The same call turns (stationary,
         streamed) back into (queries, keys)."""
-        return (keys, queries) if self.stays == "columns" else (queries, keys)
-
-    def values_in_keys(self, problem: AttentionProblem) -> bool:
-        """Return True if values that are columns of keys are read from the loaded keys."""
-        return False
-
-    def streamed_bytes(self, problem: AttentionProblem) -> int:
-        """Return the bytes of one streamed row; 0 if head dims are not held whole."""
-        return 0
+        return (keys, queries) if self.stationary == "columns" else (queries, keys)
 
     def tile(self, config: TileConfig) -> str:
         """Describe the stationary and the streamed tile in a phrase."""
-        rows = "1 query row stays" if config.block_m == 1 else f"{config.block_m} query rows stay"
-        return f"{rows}, {config.block_n} keys pass at a time"
+        rows = f"{config.block_m} query row{'s' * (config.block_m > 1)}"
+        return f"{rows} stationary, tiles of {config.block_n} keys streamed"
 
 
-def _widths(problem: AttentionProblem, tensors: Iterable[str]) -> tuple[int, ...]:
-    """Return the widths of the tiles that hold a row of each tensor."""
-    return tuple(width for tensor in tensors for width in chunks(problem.head_dims[WIDTHS[tensor]]))
+def _widths(problem: AttentionProblem, tensors: Iterable[Tensor]) -> tuple[int, ...]:
+    """Return the widths of the tiles that hold a row of each tensor with a head dim."""
+    dims: list[Dim] = [one.head_dim for one in tensors if one.head_dim]
+    return tuple(width for dim in dims for width in chunks(problem.head_dims[dim]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,12 +137,6 @@ class Whole(_Loop):
     """The loop of a kernel that holds head dims whole: one tile is stationary, tiles of rows are
     streamed."""
 
-    keeps: tuple[str, ...]
-    """Tensors with a tile that stays on chip."""
-    streams: tuple[str, ...]
-    """Tensors whose tiles are streamed."""
-    accumulates: tuple[str, ...]
-    """Tensors that a program accumulates on chip."""
     products: tuple[Dim, ...]
     """Matrix products of a step, each stationary rows x streamed rows x a head dim."""
     score_tiles: int
@@ -165,41 +147,33 @@ class Whole(_Loop):
     shares: bool = False
     """True if a program works on the stationary tiles of a share one by one, and adds to the
     share's partial result, which is in memory in fp32."""
-    takes_latent: bool = False
-    """True if values that are the first columns of keys are not loaded a second time."""
 
     @property
     def in_part(self) -> bool:
         """True if the streamed tiles are those of a split."""
         return self.splits
 
-    def values_in_keys(self, problem: AttentionProblem) -> bool:
-        """Return True if values that are columns of keys are read from the loaded keys."""
-        return problem.latent and self.takes_latent
-
-    def streamed_bytes(self, problem: AttentionProblem) -> int:
-        """Return the bytes of one streamed row: K and V, or Q, dO, lse (perhaps in pairs) and
-        delta."""
-        total = 0
-        for tensor in self._loaded(problem):
-            if tensor in WIDTHS:
-                total += problem.element_bytes * problem.head_dims[WIDTHS[tensor]]
-            else:
-                total += 8 if problem.pair_lse and tensor in PAIRED else 4
-        return total
-
     def tile(self, config: TileConfig) -> str:
         """Describe the stationary and the streamed tile in a phrase."""
-        if self.stays == "rows":
+        if self.stationary == "rows":
             return super().tile(config)
-        return f"{config.block_n} key-value rows stay while tiles of {config.block_m} queries pass"
+        rows = f"{config.block_n} key-value rows"
+        return f"{rows} stationary, tiles of {config.block_m} queries streamed"
 
-    def step(self, problem: AttentionProblem, config: TileConfig) -> Step:
+    def step(
+        self,
+        problem: AttentionProblem,
+        config: TileConfig,
+        reads: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+    ) -> Step:
         """Return one step: one stationary tile and one streamed tile."""
         rows, columns = self.sides(config.rows, config.block_n)
-        loaded = [one for one in self._loaded(problem) if one in WIDTHS]
-        passing = _widths(problem, loaded)
-        results = _widths(problem, self.accumulates)
+        kept = [one for one in reads if one.side == self.stationary]
+        streamed = [one for one in reads if one.side != self.stationary]
+        numbers = sum(one.head_dim is None for one in streamed)
+        widths = _widths(problem, streamed)
+        results = _widths(problem, (one for one in outputs if one.side == self.stationary))
         return Step(
             rows=rows,
             columns=columns,
@@ -213,21 +187,17 @@ class Whole(_Loop):
                 )
                 for i, dim in enumerate(self.products)
             ),
-            kept=rows * sum(_widths(problem, self.keeps)),
+            kept=rows * sum(_widths(problem, kept)),
             results=results,
             score_tiles=self.score_tiles,
             scores=rows * columns,
             changed=rows * columns,  # weights are rounded
-            passing=passing,
-            numbers=sum(one not in WIDTHS for one in self.streams),
-            reads=len(self.products) / len(loaded),
-            loaded=columns * sum(passing),
+            streamed=widths,
+            numbers=numbers,
+            reads=len(self.products) / (len(streamed) - numbers),
+            loaded=columns * sum(widths),
             stored_bytes=4 * rows * max(results) if self.splits else 0,
         )
-
-    def _loaded(self, problem: AttentionProblem) -> list[str]:
-        in_keys = self.values_in_keys(problem)
-        return [one for one in self.streams if not (in_keys and one == "v")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,7 +229,7 @@ class Sliced(_Loop):
     @property
     def in_part(self) -> bool:
         """True if the streamed tiles are those of a panel."""
-        return self.panel == "reads" and self.stays == "columns"
+        return self.panel == "reads" and self.stationary == "columns"
 
     @property
     def products(self) -> tuple[Dim, ...]:
@@ -271,7 +241,13 @@ class Sliced(_Loop):
         """Score tiles that are live together."""
         return self.results
 
-    def step(self, problem: AttentionProblem, config: TileConfig) -> Step:
+    def step(
+        self,
+        problem: AttentionProblem,
+        config: TileConfig,
+        reads: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+    ) -> Step:
         """Return one step on one slice; without a panel, on all slices of a streamed tile."""
         sides = {"block_m": config.rows, "block_n": config.block_n, "block_d": config.block_d}
         rows, columns, depth = (sides[one] for one in (self.rows, self.columns, self.depth))
@@ -280,7 +256,7 @@ class Sliced(_Loop):
         stored = 0
         if self.panel == "writes":
             stored = rows * columns * problem.element_bytes
-        elif self.stays == "columns":
+        elif self.stationary == "columns":
             stored = 4 * rows * columns * self.results
         return Step(
             rows=rows,
@@ -291,7 +267,7 @@ class Sliced(_Loop):
             scores_after=rows * columns if self.panel == "writes" else 0,
             changed=rows * depth if self.panel == "reads" else 0,  # scaled, or masked
             weighted=self.weighs,
-            passing=(depth,),
+            streamed=(depth,),
             loaded=(rows + columns) * depth,
             stored_bytes=stored,
         )
@@ -307,7 +283,7 @@ class Sliced(_Loop):
             score_tiles=1,
             scores=rows * columns,
             changed=rows * columns,
-            passing=(depth,),
+            streamed=(depth,),
             loaded=(rows + columns) * depth,
             loads=slices,
         )
@@ -317,8 +293,6 @@ class Sliced(_Loop):
 class OverRows(_Loop):
     """The loop of a kernel that passes over its rows once, without matrix products."""
 
-    works_on: tuple[str, ...]
-    """Tensors whose rows are read or written, each word once."""
     joins: bool = False
     """True if a step joins the rows of `block_n` splits, held in fp32."""
     masked = is_fused = False
@@ -330,9 +304,15 @@ class OverRows(_Loop):
         rows = config.block_m
         return f"{rows} row{'s' * (rows > 1)} per program"
 
-    def step(self, problem: AttentionProblem, config: TileConfig) -> Step:
+    def step(
+        self,
+        problem: AttentionProblem,
+        config: TileConfig,
+        reads: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+    ) -> Step:
         """Return one step, on the rows of a program."""
-        results = _widths(problem, self.works_on)
+        results = _widths(problem, (one for one in (*reads, *outputs) if one.is_strided))
         rows = config.rows * config.block_n if self.joins else config.rows
         return Step(
             rows=rows,

@@ -12,53 +12,42 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tilegen.kernels.arguments import pointers
 from tilegen.kernels.config import SPLITS
 from tilegen.kernels.layout import empty_like
+from tilegen.kernels.moved import read, write
 from tilegen.kernels.panels import Launch
-from tilegen.kernels.partial_gradients import BWD_DQ_SUM, NOTES, PARTS_OF_QUERIES, TILES
-from tilegen.kernels.spec import FamilySpec, read, write
-from tilegen.kernels.two_pass import BWD_DKDV, BWD_PREPROCESS, INPUTS, READ_ONCE
+from tilegen.kernels.partial_gradients import BWD_DQ_SUM, HAS_DQ, PARTIAL_DQ, TILES
+from tilegen.kernels.spec import FamilySpec
+from tilegen.kernels.two_pass import BWD_DKDV, BWD_PREPROCESS
 
 if TYPE_CHECKING:
     import torch
+
+_SHARES = PARTIAL_DQ.shape.replace("splits", "shares")
+SHARED_DQ = replace(PARTIAL_DQ, shape=_SHARES)
+SHARED_HAS_DQ = replace(HAS_DQ, shape=_SHARES.rsplit(" ", 1)[0], note=": 1")
 
 BWD_ONE_PASS = replace(
     BWD_DKDV,
     name="bwd_one_pass",
     template="one_pass/attention_bwd_one_pass.py.jinja",
     title="Attention backward in one pass: dk and dv, and dq of each share of the keys.",
-    made=(*BWD_DKDV.made, *PARTS_OF_QUERIES),
-    parts=PARTS_OF_QUERIES,
-    notes={
-        **NOTES,
-        "partial_dq": NOTES["partial_dq"].replace("splits", "shares"),
-        "has_dq": "(batch, heads, shares, seqlen_q), fp32: 1",
-    },
-    lines=(
-        pointers(*INPUTS, "dk", "dv", *PARTS_OF_QUERIES, fp32=PARTS_OF_QUERIES),
-        *BWD_DKDV.lines[1:],
-    ),
+    outputs=(*BWD_DKDV.outputs, SHARED_DQ, SHARED_HAS_DQ),
     grid=(("seqlen_kv", "split_kv"), ("num_heads_kv", 1), ("batch", 1)),
     loop=replace(
         BWD_DKDV.loop,
         products=("qk", "v", "v", "qk", "qk"),  # S, dP; dV += P^T dO, dK += dS^T Q, dQ += dS K
         shares=True,
     ),
-    traffic=(
+    own_traffic=(
         *BWD_DKDV.traffic,
-        write("partial_dq", "g*W_s*d_qk", fp32=True),  # zeros
-        write("has_dq", "g*W_s", fp32=True),
-        read("partial_dq", "g*V_q*d_qk", fp32=True),
-        write("partial_dq", "g*V_q*d_qk", fp32=True),
+        write(SHARED_DQ, "g*W_s*d_qk"),  # zeros
+        write(SHARED_HAS_DQ, "g*W_s"),
+        read(SHARED_DQ, "g*V_q*d_qk"),
+        write(SHARED_DQ, "g*V_q*d_qk"),
     ),
-    floor=(
-        *READ_ONCE,
-        write("dk", "N_kv*d_qk"),
-        write("dv", "N_kv*d_v"),
-        write("partial_dq", "g*N_q*d_qk", fp32=True),
-    ),
-    shows=("dq", "dk", "dv", "dt"),
+    own_floor=(*BWD_DKDV.floor, write(SHARED_DQ, "g*N_q*d_qk")),
+    checked_by=("dq", "dk", "dv", "dt"),
     knobs=replace(TILES, split_kv=SPLITS[SPLITS.index(TILES.block_n[-1]) :]),
     supports=BWD_DKDV.supports | {"training"},
     like=BWD_DKDV.name,

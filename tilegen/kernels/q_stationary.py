@@ -6,58 +6,29 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from tilegen.kernels.arguments import SCALE_IN_BASE_2, pointers, sizes, strides
+from tilegen.kernels.arguments import SCALE_IN_BASE_2
 from tilegen.kernels.loops import Whole
 from tilegen.kernels.panels import Launch
-from tilegen.kernels.spec import FamilySpec, KernelSpec, read, write
+from tilegen.kernels.spec import FamilySpec, KernelSpec
+from tilegen.kernels.tensors import LSE, OUT, K, Q, V
 
 if TYPE_CHECKING:
     import torch
-
-FLOOR = (
-    read("q", "g*n_q*d_qk"),
-    read("k", "n_kv*d_qk"),
-    read("v", "n_kv*d_v"),
-    write("out", "g*N_q*d_v"),
-    write("lse", "g*N_q", fp32=True),
-)
-ARGUMENTS = (
-    pointers("q", "k", "v", "out", "lse"),
-    strides("q", "batch, head and row strides"),
-    strides("k"),
-    strides("v"),
-    strides("out"),
-    sizes("num_heads_q seqlen_q seqlen_kv", "q k"),
-    SCALE_IN_BASE_2,
-)
 
 FWD = KernelSpec(
     name="fwd",
     template="q_stationary/attention_fwd.py.jinja",
     title="Attention forward: out and lse.",
-    given=("q", "k", "v", "softmax_scale"),
-    made=("out", "lse"),
-    lines=ARGUMENTS,
+    inputs=(Q, K, V, SCALE_IN_BASE_2),
+    outputs=(OUT, LSE),
     grid=(("seqlen_q", "block_m"), ("num_heads_q", 1), ("batch", 1)),
     loop=Whole(
-        keeps=("q",),
-        streams=("k", "v"),
-        accumulates=("out",),
         products=("qk", "v"),  # S = Q K^T; O += P V
         score_tiles=1,
-        takes_latent=True,
     ),
-    traffic=(
-        read("q", "g*N_q*d_qk"),
-        read("k", "g*V_kv*d_qk"),
-        read("v", "g*V_kv*d_v"),
-        write("out", "g*N_q*d_v"),
-        write("lse", "g*N_q", fp32=True),
-    ),
-    floor=FLOOR,
-    shows=("out", "lse"),
+    checked_by=("out", "lse"),
     described=("k", "v"),
-    supports=frozenset({"scores", "dropout", "sinks"}),
+    supports=frozenset({"scores", "dropout", "sinks", "aliases"}),
 )
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from tilegen.kernels.loops import Sliced
 from tilegen.kernels.q_stationary import FWD, one_launch
-from tilegen.kernels.spec import FamilySpec, Knobs, read
+from tilegen.kernels.spec import FamilySpec, Knobs
 
 FWD_STREAMED = replace(
     FWD,
@@ -15,8 +15,8 @@ FWD_STREAMED = replace(
     template="q_streamed/attention_fwd_streamed.py.jinja",
     title="Attention forward, head dim streamed: out and lse.",
     loop=Sliced(rows="block_m", columns="block_n", depth="block_d", slices=("qk",), loops=True),
-    traffic=(read("q", "g*W_q*d_qk"), *FWD.traffic[1:]),
     described=(),
+    supports=FWD.supports - {"aliases"},
     knobs=Knobs(block_m=(16, 32, 64, 128), block_n=(16, 32, 64), block_d=(32, 64, 128)),
 )
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from tilegen.errors import Unsupported
 from tilegen.kernels import q_stationary, two_pass
 from tilegen.kernels.config import BLOCK_SIZES, OPTIONS, Family, Kernel, TileConfig
-from tilegen.kernels.results import OF_SPLITS
-from tilegen.kernels.spec import Direction, FamilySpec, KernelSpec, Moved
+from tilegen.kernels.moved import Moved
+from tilegen.kernels.spec import Direction, FamilySpec, KernelSpec
 
 if TYPE_CHECKING:
     from tilegen.problem import AttentionProblem
@@ -38,7 +38,7 @@ _OF_KERNEL: dict[Kernel, dict[tuple[Direction, Family], FamilySpec]] = {}
 """The families that launch a kernel, in order of registration."""
 
 FLOORS: dict[str, tuple[Moved, ...]] = {
-    "forward": q_stationary.FLOOR,
+    "forward": q_stationary.FWD.floor,
     "backward": two_pass.FLOOR,
 }
 """Tensors that a pass must move under any schedule, by direction."""
@@ -50,7 +50,6 @@ def register(family: FamilySpec) -> None:
     for kernel in family.kernels:
         KERNELS[kernel.name] = kernel
         _OF_KERNEL.setdefault(kernel.name, {})[family.direction, family.name] = family
-        OF_SPLITS.update(kernel.parts)
 
 
 def _families() -> list[FamilySpec]:

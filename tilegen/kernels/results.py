@@ -1,26 +1,25 @@
-"""The tensors that launches allocate: their shapes, as records and in words."""
+"""The shapes of tensors that launches allocate, as records."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from tilegen.kernels.arguments import PANELS
-from tilegen.kernels.layout import PAIRED, empty_like
+from tilegen.kernels.layout import empty_like
 
 if TYPE_CHECKING:
     import torch
 
     from tilegen.kernels.spec import KernelSpec
+    from tilegen.kernels.tensors import Tensor
 
-LIKE = {"out": ("q", "v"), "dq": ("q", "q"), "dk": ("k", "k"), "dv": ("v", "v")}
-"""Results with the layout of one tensor and the head dim of another."""
-OF_ROWS = {"lse": "q", "delta": "out"}
-"""Results with an fp32 number for each row of a tensor."""
-OF_SPLITS: dict[str, tuple[str, ...]] = {}
-"""fp32 results for each row of one tensor and each split of another's rows, and the tensor whose
-head dim they have: `KernelSpec.parts` of all kernels."""
+By = Literal["", "keys", "unit"]
+_ROUNDED: dict[str, By] = {
+    **dict.fromkeys(("num_splits", "num_shares", "score_tiles"), "keys"),
+    "padded_kv": "unit",
+}
+"""Sizes that are computed from the number of rows on the other side of the scores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +30,7 @@ class Extent:
     """The tensor that the size is read from, or a number that the launch is given."""
     axis: int | None = None
     """The dimension of the tensor; None for a number."""
-    by: Literal["", "keys", "unit"] = ""
+    by: By = ""
     """Blank: the size itself. `keys`: the number of score tiles or splits, rounded up. `unit`: the
     size rounded up to a multiple of the elements in which strides are counted."""
 
@@ -43,31 +42,42 @@ class Extent:
         return -(-size // keys) if self.by == "keys" else size
 
 
-def extents(name: str, given: Collection[str], *, pairs: bool) -> tuple[Extent | int, ...]:
-    """Return the sizes of a result, for a launch with the arguments `given`.
+def sources(spec: KernelSpec, name: str) -> list[Tensor]:
+    """Return the inputs from which a result's sizes are read. The first has its layout."""
+    result = spec.tensors[name]
+    strided = (
+        one for one in spec.tensors.values() if one.is_strided and one.name in spec.parameters
+    )
+    return sorted(
+        strided,
+        key=lambda one: (
+            one.side != result.side,
+            result.is_strided and one.head_dim != result.head_dim,
+        ),
+    )
+
+
+def extents(spec: KernelSpec, name: str, *, pairs: bool) -> tuple[Extent | int, ...]:
+    """Return the sizes of a result of a launch.
 
     With `pairs`, a log-sum-exp is two numbers, in the dimension before rows.
     """
-    pair = (2,) if pairs and name in PAIRED else ()
-    if name in LIKE:
-        like, width = LIKE[name]
-        return *(Extent(like, axis) for axis in range(3)), Extent(width, 3)
-    if name in OF_ROWS:
-        of = OF_ROWS[name]
-        return Extent(of, 0), Extent(of, 1), *pair, Extent(of, 2)
-    if name in OF_SPLITS:
-        stays, passes, *widths = OF_SPLITS[name]
-        is_paged = "longest_kv" in given
-        splits = Extent("longest_kv", None, "keys") if is_paged else Extent(passes, 2, "keys")
-        rows = Extent(stays, 2), *(Extent(width, 3) for width in widths)
-        return Extent(stays, 0), Extent(stays, 1), splits, *pair, *rows
-    if name in PANELS:
-        return Extent("num_heads"), Extent("num_rows"), Extent("k", 2, "unit")
-    return Extent("num_heads"), Extent("k", 2, "keys"), Extent("num_rows")  # maxima and sums
+    result, inputs = spec.tensors[name], sources(spec, name)
+
+    def extent(size: str) -> Extent:
+        by: By = _ROUNDED.get(size, "")
+        if by:
+            keys = "longest_kv" if "longest_kv" in spec.parameters else "seqlen_kv"
+            size = "seqlen_q" if result.side == "columns" else keys
+        of = next((one for one in inputs if size in one.sizes), None)
+        return Extent(of.name, of.sizes.index(size), by) if of else Extent(size, None, by)
+
+    *others, last = map(extent, result.sizes)
+    return *others, *((2,) if pairs and result.paired else ()), last
 
 
 def allocate(
-    name: str, given: Mapping[str, Any], unit: int, keys: int, pairs: bool
+    spec: KernelSpec, name: str, given: Mapping[str, Any], unit: int, keys: int, *, pairs: bool
 ) -> torch.Tensor:
     """Allocate an uninitialised tensor for a result of a launch.
 
@@ -76,66 +86,10 @@ def allocate(
     """
     import torch
 
-    if name in LIKE:
-        like, width = LIKE[name]
-        return empty_like(given[like], given[width].shape[3])
-    sizes = extents(name, given, pairs=pairs)
+    sizes = extents(spec, name, pairs=pairs)
     shape = [size if isinstance(size, int) else size.value(given, unit, keys) for size in sizes]
-    first = next(iter(given.values()))
-    dtype = first.dtype if name in PANELS else torch.float32
+    result, first = spec.tensors[name], given[sources(spec, name)[0].name]
+    if result.is_strided:
+        return empty_like(first, shape[-1])
+    dtype = torch.float32 if result.dtype == "fp32" else first.dtype
     return torch.empty(shape, device=first.device, dtype=dtype)
-
-
-NOT_WRITTEN = "where the mask leaves a tile nothing of the split, whose {part} not written"
-_QUERIES = "(batch, heads, seqlen_q, head_dim_qk)"
-_OUTPUTS = "(batch, heads, seqlen_q, head_dim_v)"
-_KEYS = "(batch, heads_kv, seqlen_kv, head_dim_qk)"
-_VALUES = "(batch, heads_kv, seqlen_kv, head_dim_v)"
-_PANEL = "(num_heads, num_rows, seqlen_kv padded to STRIDE_UNIT)"
-_OF_TILES = "(num_heads, score tiles, num_rows), fp32"
-_NOTES = {
-    "q": _QUERIES,
-    "k": _KEYS,
-    "v": _VALUES,
-    "out": _OUTPUTS,
-    "dout": _OUTPUTS,
-    "dq": _QUERIES,
-    "dk": _KEYS,
-    "dv": _VALUES,
-    "lse": "(batch, heads, seqlen_q), fp32, dense: natural log-sum-exp of each row",
-    "delta": "(batch, heads, seqlen_q), fp32, dense: rowsum(out * dout)",
-    "partials": "(batch, heads, splits, seqlen_q, head_dim_v), fp32: output of a split's keys",
-    "partial_lse": "(batch, heads, splits, seqlen_q), fp32: log-sum-exp in base 2, -inf "
-    + NOT_WRITTEN.format(part="partials are"),
-    "weights": f"{_PANEL}: rows from a multiple of BLOCK_M; heads of all batches are numbered",
-    "ds": f"{_PANEL}: gradients of scores",
-    "panel": f"{_PANEL}: weights, or gradients of scores",
-    "maxima": _OF_TILES,
-    "sums": _OF_TILES,
-    "score_width": "keys of a score tile",
-    "y": "q or dout: grad gains factor * panel^T y",
-    "grad": "(batch, heads_kv, seqlen_kv, head_dim)",
-    "acc": "(seqlen_kv, head_dim), fp32: the sum so far, where a key/value head has several panels",
-    "block_table": "(requests, pages of a request), int32 or int64",
-    "lengths": "(requests,), int32 or int64: keys of each request",
-    "q_starts": "(requests + 1,), int32 or int64: where the queries of each request start",
-}
-"""Shapes, dtypes and meaning of tensors."""
-_PAGED_NOTES = {
-    "q": "(1, heads, total_q, head_dim_qk): queries of all requests",
-    "k": "(pages, heads_kv, PAGE, head_dim_qk)",
-    "v": "(pages, heads_kv, PAGE, head_dim_v)",
-    "partials": _NOTES["partials"].replace("batch", "1").replace("seqlen_q", "total_q"),
-    "partial_lse": _NOTES["partial_lse"].replace("batch", "1").replace("seqlen_q", "total_q"),
-}
-"""Shapes, dtypes and meaning of tensors in kernels that read pages."""
-
-
-def shape_note(name: str, spec: KernelSpec, *, pairs: bool) -> str:
-    """Describe the shape, dtype and meaning of a tensor; empty for numbers."""
-    note = _PAGED_NOTES.get(name, "") if "pages" in spec.supports else ""
-    note = note or spec.notes.get(name) or _NOTES.get(name, "")
-    if pairs and name in PAIRED:
-        note = note.replace("splits, ", "splits, 2, ").replace("heads, seqlen", "heads, 2, seqlen")
-        note += "; the second of a pair, in base 2, is what the first leaves out in fp32"
-    return note

@@ -7,44 +7,56 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from tilegen.kernels.arguments import (
-    SCALE_IN_BASE_2,
-    factor,
-    flags,
-    numbers,
-    pointers,
-    sizes,
-    strides,
-)
+from tilegen.kernels.arguments import SCALE_IN_BASE_2, factor, flags, numbers, sizes
 from tilegen.kernels.layout import empty_like
 from tilegen.kernels.loops import Sliced
+from tilegen.kernels.moved import read, write
 from tilegen.kernels.panels import Launch, panels
-from tilegen.kernels.spec import FamilySpec, KernelSpec, Knobs, read, write
-from tilegen.kernels.two_pass import BWD_PREPROCESS, READ_ONCE
+from tilegen.kernels.spec import FamilySpec, KernelSpec, Knobs
+from tilegen.kernels.tensors import DK, DOUT, DQ, DV, LSE, OUT, K, Number, Q, Tensor, V
+from tilegen.kernels.two_pass import BWD_PREPROCESS, INPUTS
 
 if TYPE_CHECKING:
     import torch
 
-_OF_PANEL = "of the panel, whose rows are padded to stride_wm"
 _PANEL = "the panel; heads are numbered through all batches"
+_SHAPE, _OF_TILES = "num_heads num_rows padded_kv", "num_heads score_tiles num_rows"
+_STRIDES = "of the panel, whose rows are padded to stride_wm"
+
+
+def _panel(name: str, note: str, *, strides: str = _STRIDES) -> Tensor:
+    return Tensor(name, _SHAPE, note, stride_name="w", stride_note=strides)
+
+
+_ROWS_OF_TILES = ": rows from a multiple of BLOCK_M; heads of all batches are numbered"
+WEIGHTS, DS = _panel("weights", _ROWS_OF_TILES), _panel("ds", ": gradients of scores")
+PANEL = _panel("panel", ": weights, or gradients of scores")
+MAXIMA, SUMS = (Tensor(name, _OF_TILES, dtype="fp32") for name in ("maxima", "sums"))
+Y = Tensor(
+    name="y",
+    shape="batch num_heads_q seqlen_q _",
+    note="q or dout: grad gains factor * panel^T y",
+    stride_note="of q or dout",
+)
+GRAD = Tensor(
+    name="grad",
+    shape="batch num_heads_kv seqlen_kv head_dim",
+    stride_name="g",
+    stride_note="of dk or dv",
+)
+_SUM = ": the sum so far, where a key/value head has several panels"
+ACC = Tensor("acc", "seqlen_kv head_dim", _SUM, "fp32")
+_SO_FAR = Tensor("dk, dv so far", "_", dtype="fp32")
+_OF_PANEL = numbers("head_first", "num_heads", "row_first", "num_rows", why=_PANEL)
 _SLICES_QK, _SLICES_V = "ceiling(d_qk/B_e)", "ceiling(d_v/B_e)"
 
 FWD_SCORES = KernelSpec(
     name="fwd_scores",
     template="small_cache/attention_fwd_scores.py.jinja",
     title="Attention forward, small cache: the weights of a panel of query rows.",
-    given=("q", "k", "head_first", "num_heads", "row_first", "num_rows", "softmax_scale"),
-    made=("weights", "maxima", "sums"),
-    tells="block_n",
-    lines=(
-        pointers("q", "k", "weights", "maxima", "sums"),
-        strides("q", "batch, head and row strides"),
-        strides("k"),
-        strides("weights", _OF_PANEL),
-        sizes("num_heads_q seqlen_q seqlen_kv", "q k"),
-        numbers("head_first", "num_heads", "row_first", "num_rows", why=_PANEL),
-        SCALE_IN_BASE_2,
-    ),
+    inputs=(Q, K, _OF_PANEL, SCALE_IN_BASE_2),
+    outputs=(WEIGHTS, MAXIMA, SUMS),
+    returns="block_n",
     grid=(("num_rows", "block_m"), ("seqlen_kv", "block_n"), ("num_heads", 1)),
     loop=Sliced(
         rows="block_m",
@@ -54,15 +66,7 @@ FWD_SCORES = KernelSpec(
         loops=True,
         panel="writes",
     ),
-    traffic=(
-        read("q", "g*W_q*d_qk"),
-        read("k", "g*V_kv*d_qk"),
-        write("weights", "g*A_w"),
-        write("maxima", "T_s*g*N_q", fp32=True),
-        write("sums", "T_s*g*N_q", fp32=True),
-    ),
-    floor=(read("q", "g*n_q*d_qk"), read("k", "n_kv*d_qk"), write("weights", "g*nnz")),
-    shows=("out", "lse"),
+    checked_by=("out", "lse"),
     # A score tile is at least as wide as any step of the values kernel.
     knobs=Knobs(block_m=(16, 32, 64, 128), block_n=(64, 128, 256), block_d=(32, 64, 128)),
     supports=frozenset({"scores", "dropout"}),
@@ -72,24 +76,16 @@ FWD_VALUES = KernelSpec(
     name="fwd_values",
     template="small_cache/attention_fwd_values.py.jinja",
     title="Attention forward, small cache: out and lse of a panel of query rows.",
-    given=(
-        *("weights", "maxima", "sums", "score_width", "v", "out", "lse"),
-        *("head_first", "row_first"),
-    ),
-    made=(),
-    lines=(
-        pointers("weights", "maxima", "sums", "v", "out", "lse"),
-        strides("v", "batch, head and row strides"),
-        strides("out"),
-        strides("weights", _OF_PANEL),
-        sizes("num_heads_q seqlen_q seqlen_kv", "out v"),
-        sizes("head_first row_first num_rows", "weights", _PANEL),
+    inputs=(
+        *(WEIGHTS, MAXIMA, SUMS, Number("score_width", "keys of a score tile"), V, OUT, LSE),
+        sizes("head_first row_first num_rows", [WEIGHTS], _PANEL),
         sizes(
             "score_tiles score_width",
-            "maxima",
+            [MAXIMA],
             "how many score tiles a row has, and the keys of one: a multiple of BLOCK_N",
         ),
     ),
+    outputs=(OUT, LSE),
     grid=(("num_rows", "block_m"), ("head_dim_v", "block_d"), ("num_heads", 1)),
     loop=Sliced(
         rows="block_m",
@@ -100,16 +96,15 @@ FWD_VALUES = KernelSpec(
         panel="reads",
         weighs=True,
     ),
-    traffic=(
-        read("maxima", f"{_SLICES_V}*(T_s*g*N_q + g*W_q)", fp32=True),
-        read("sums", f"{_SLICES_V}*T_s*g*N_q", fp32=True),
-        read("weights", f"{_SLICES_V}*g*A_w"),
-        read("v", "g*V_kv*d_v"),
-        write("out", "g*N_q*d_v"),
-        write("lse", "g*N_q", fp32=True),
+    own_traffic=(
+        read(MAXIMA, f"{_SLICES_V}*(T_s*g*N_q + g*W_q)"),
+        read(SUMS, f"{_SLICES_V}*T_s*g*N_q"),
+        read(WEIGHTS, f"{_SLICES_V}*g*A_w"),
+        read(V, "g*V_kv*d_v"),
+        write(OUT, "g*N_q*d_v"),
+        write(LSE, "g*N_q"),
     ),
-    floor=(read("weights", "g*nnz"), read("v", "n_kv*d_v"), write("out", "g*N_q*d_v")),
-    shows=("out", "lse"),
+    checked_by=("out", "lse"),
     knobs=Knobs(block_m=(16, 32, 64, 128), block_n=(16, 32, 64), block_d=(32, 64, 128, 256)),
     supports=frozenset({"sinks"}),
 )
@@ -118,21 +113,10 @@ BWD_SCORES = KernelSpec(
     name="bwd_scores",
     template="small_cache/attention_bwd_scores.py.jinja",
     title="Attention backward, small cache: weights and score gradients of a panel.",
-    given=(
-        *("q", "k", "v", "dout", "lse", "delta"),
-        *("head_first", "num_heads", "row_first", "num_rows", "softmax_scale"),
-    ),
-    made=("weights", "ds"),
-    lines=(
-        pointers("q", "k", "v", "dout", "lse", "delta", "weights", "ds"),
-        strides("q", "batch, head and row strides"),
-        strides("k"),
-        strides("v"),
-        strides("dout"),
-        strides("weights", "of both panels, whose rows are padded to stride_wm"),
-        sizes("num_heads_q seqlen_q seqlen_kv", "q k"),
-        numbers("head_first", "num_heads", "row_first", "num_rows", why=_PANEL),
-        SCALE_IN_BASE_2,
+    inputs=(*INPUTS, _OF_PANEL, SCALE_IN_BASE_2),
+    outputs=(
+        _panel("weights", WEIGHTS.note, strides=_STRIDES.replace("the panel", "both panels")),
+        DS,
     ),
     grid=(("num_rows", "block_m"), ("seqlen_kv", "block_n"), ("num_heads", 1)),
     loop=Sliced(
@@ -144,18 +128,7 @@ BWD_SCORES = KernelSpec(
         loops=True,
         panel="writes",
     ),
-    traffic=(
-        read("q", "g*W_q*d_qk"),
-        read("k", "g*V_kv*d_qk"),
-        read("dout", "g*W_q*d_v"),
-        read("v", "g*V_kv*d_v"),
-        read("lse", "g*W_q", fp32=True),
-        read("delta", "g*W_q", fp32=True),
-        write("weights", "g*A_w"),
-        write("ds", "g*A_w"),
-    ),
-    floor=(*READ_ONCE, write("weights", "g*nnz"), write("ds", "g*nnz")),
-    shows=("dq", "dk", "dv", "dt"),
+    checked_by=("dq", "dk", "dv", "dt"),
     knobs=Knobs(block_m=(16, 32, 64, 128), block_n=(32, 64, 128), block_d=(32, 64)),
     supports=frozenset({"scores", "dropout", "training"}),
 )
@@ -164,19 +137,9 @@ BWD_COLUMNS = KernelSpec(
     name="bwd_columns",
     template="small_cache/attention_bwd_columns.py.jinja",
     title="Attention backward, small cache: what a panel adds to dk or dv.",
-    given=("panel", "y", "acc", "grad", "head_first", "row_first", "begins", "ends", "factor"),
-    made=(),
-    lines=(
-        pointers("panel", "y", "acc", "grad"),
-        strides("y", "batch, head and row strides of q or dout"),
-        strides("grad", "of dk or dv"),
-        strides("panel", _OF_PANEL),
-        sizes(
-            "num_heads_q seqlen_q seqlen_kv head_dim_units",
-            "y grad",
-            "the head dim divided by STRIDE_UNIT",
-        ),
-        sizes("head_first num_heads row_first num_rows", "panel", _PANEL),
+    inputs=(
+        *(PANEL, Y, ACC, GRAD),
+        sizes("head_first num_heads row_first num_rows", [PANEL], _PANEL),
         flags(
             "begins",
             "ends",
@@ -184,9 +147,15 @@ BWD_COLUMNS = KernelSpec(
         ),
         factor("factor", "of the result"),
     ),
+    outputs=(GRAD,),
+    own_sizes=sizes(
+        "num_heads_q seqlen_q seqlen_kv head_dim_units",
+        [Y, GRAD],
+        "the head dim divided by STRIDE_UNIT",
+    ),
     grid=(("head_dim", "block_d"), ("seqlen_kv", "block_n"), ("num_heads", "group_size")),
     loop=Sliced(
-        stays="columns",
+        stationary="columns",
         rows="block_n",
         columns="block_d",
         depth="block_m",
@@ -195,25 +164,25 @@ BWD_COLUMNS = KernelSpec(
         panel="reads",
         launches=2,  # dV from weights, dK from score gradients
     ),
-    traffic=(
-        read("weights", f"{_SLICES_V}*g*A_w"),
-        read("dout", "g*V_q*d_v"),
-        read("ds", f"{_SLICES_QK}*g*A_w"),
-        read("q", "g*V_q*d_qk"),
-        read("dk, dv so far", "(n_p - 1)*N_kv*(d_qk + d_v)", fp32=True),
-        write("dk, dv so far", "(n_p - 1)*N_kv*(d_qk + d_v)", fp32=True),
-        write("dv", "N_kv*d_v"),
-        write("dk", "N_kv*d_qk"),
+    own_traffic=(
+        read(WEIGHTS, f"{_SLICES_V}*g*A_w"),
+        read(DOUT, "g*V_q*d_v"),
+        read(DS, f"{_SLICES_QK}*g*A_w"),
+        read(Q, "g*V_q*d_qk"),
+        read(_SO_FAR, "(n_p - 1)*N_kv*(d_qk + d_v)"),
+        write(_SO_FAR, "(n_p - 1)*N_kv*(d_qk + d_v)"),
+        write(DV, "N_kv*d_v"),
+        write(DK, "N_kv*d_qk"),
     ),
-    floor=(
-        read("weights", "g*nnz"),
-        read("ds", "g*nnz"),
-        read("q", "g*n_q*d_qk"),
-        read("dout", "g*n_q*d_v"),
-        write("dk", "N_kv*d_qk"),
-        write("dv", "N_kv*d_v"),
+    own_floor=(
+        read(WEIGHTS, "g*nnz"),
+        read(DS, "g*nnz"),
+        read(Q, "g*n_q*d_qk"),
+        read(DOUT, "g*n_q*d_v"),
+        write(DK, "N_kv*d_qk"),
+        write(DV, "N_kv*d_v"),
     ),
-    shows=("dk", "dv"),
+    checked_by=("dk", "dv"),
     knobs=Knobs(block_m=(16, 32, 64), block_n=(32, 64, 128), block_d=(32, 64, 128)),
 )
 
@@ -221,17 +190,12 @@ BWD_ROWS = KernelSpec(
     name="bwd_rows",
     template="small_cache/attention_bwd_rows.py.jinja",
     title="Attention backward, small cache: dq of a panel of query rows.",
-    given=("ds", "k", "dq", "head_first", "row_first", "softmax_scale"),
-    made=(),
-    lines=(
-        pointers("ds", "k", "dq"),
-        strides("k", "batch, head and row strides"),
-        strides("dq"),
-        strides("ds", _OF_PANEL),
-        sizes("num_heads_q seqlen_q seqlen_kv", "dq k"),
-        sizes("head_first row_first num_rows", "ds", _PANEL),
+    inputs=(
+        *(DS, K, DQ),
+        sizes("head_first row_first num_rows", [DS], _PANEL),
         factor("softmax_scale"),
     ),
+    outputs=(DQ,),
     grid=(("num_rows", "block_m"), ("head_dim_qk", "block_d"), ("num_heads", 1)),
     loop=Sliced(
         rows="block_m",
@@ -241,13 +205,12 @@ BWD_ROWS = KernelSpec(
         loops=False,
         panel="reads",
     ),
-    traffic=(
-        read("ds", f"{_SLICES_QK}*g*A_w"),
-        read("k", "g*V_kv*d_qk"),
-        write("dq", "g*N_q*d_qk"),
+    own_traffic=(
+        read(DS, f"{_SLICES_QK}*g*A_w"),
+        read(K, "g*V_kv*d_qk"),
+        write(DQ, "g*N_q*d_qk"),
     ),
-    floor=(read("ds", "g*nnz"), read("k", "n_kv*d_qk"), write("dq", "g*N_q*d_qk")),
-    shows=("dq",),
+    checked_by=("dq",),
     knobs=Knobs(block_m=(16, 32, 64, 128), block_n=(16, 32, 64), block_d=(32, 64, 128, 256)),
 )
 

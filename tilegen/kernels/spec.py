@@ -8,14 +8,16 @@ neither PyTorch nor SymPy.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from tilegen.kernels.arguments import Argument, Line
+from tilegen.kernels.arguments import Argument, Line, names_of, places, usual_sizes
 from tilegen.kernels.config import BLOCK_SIZES, NUM_STAGES, NUM_WARPS, Dim
-from tilegen.kernels.loops import Knob, Loop, Sliced, Whole
+from tilegen.kernels.loops import Knob, Loop, Sliced, Step, Whole
+from tilegen.kernels.moved import Moved, least_words, read, words, words_of_visits, write
+from tilegen.kernels.tensors import Number, Tensor
 
 if TYPE_CHECKING:
     from tilegen.kernels.config import TileConfig
@@ -26,28 +28,6 @@ Direction = Literal["forward", "backward"]
 Backend = Literal["cudnn", "flash", "efficient"]
 """PyTorch's own kernels of a pass: its cuDNN, FlashAttention and memory-efficient back ends."""
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
-
-
-@dataclass(frozen=True)
-class Moved:
-    """Words of one tensor that a kernel loads, or stores, for one key-value head."""
-
-    tensor: str
-    direction: Literal["read", "write"]
-    words: str
-    """A formula in the symbols of model/symbols.py."""
-    fp32: bool = False
-    """True if words are fp32, whatever the dtype of the problem."""
-
-
-def read(tensor: str, words: str, *, fp32: bool = False) -> Moved:
-    """Create the record of a load."""
-    return Moved(tensor, "read", words, fp32)
-
-
-def write(tensor: str, words: str, *, fp32: bool = False) -> Moved:
-    """Create the record of a store."""
-    return Moved(tensor, "write", words, fp32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +43,11 @@ class Knobs:
     num_stages: tuple[int, ...] = NUM_STAGES
 
 
-Feature = Literal["scores", "dropout", "training", "sinks", "order", "pages"]
+Feature = Literal["scores", "dropout", "training", "sinks", "order", "pages", "aliases"]
 """Features of kernels: scores that a problem changes; dropout, of weights or their gradients;
 the gradients of tensors that a score reads; rows that start from their head's sink; sums over keys
-in an order that depends on the row's keys alone; keys and values in pages of a cache."""
+in an order that depends on the row's keys alone; keys and values in pages of a cache; tensors that
+are columns of another, which are not loaded again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,29 +59,25 @@ class KernelSpec:
     """The file of its template, relative to `folder`."""
     title: str
     """First line of the emitted file."""
-    given: tuple[str, ...]
-    """Parameters of `launch`, in order; tensors of masks and scores follow by name."""
-    made: tuple[str, ...]
-    """Tensors that a launch allocates and returns."""
-    parts: dict[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
-    """fp32 tensors that a launch allocates for each split. For each: the tensor with the stationary
-    rows, the tensor whose rows are split, and a tensor with the same head dim."""
-    notes: dict[str, str] = field(default_factory=dict, hash=False)
-    """Shapes and meaning of tensors that only this family has, in words."""
-    tells: Knob | None = None
+    inputs: tuple[Tensor | Line | Number, ...]
+    """Parameters of `launch`, in order: tensors, and numbers, in the lines in which a kernel takes
+    them. Tensors of masks and scores follow by name."""
+    outputs: tuple[Tensor, ...]
+    """Tensors that the kernel writes. A launch allocates and returns those that it is not given."""
+    returns: Knob | None = None
     """A knob that a launch returns after the tensors, for the next kernel."""
-    lines: tuple[Line, ...]
-    """The function's arguments, without those that masks and scores add."""
     grid: tuple[
         tuple[str, Knob | Literal["group_size", "tile_heads", "split_kv", "split_q"] | int], ...
     ]
     """The size of the grid: the product of ceil(size / divisor) over these pairs."""
     loop: Loop
-    traffic: tuple[Moved, ...]
-    """Words that a launch moves, as counted by a counting build."""
-    floor: tuple[Moved, ...]
-    """Tensors that must move under any schedule: inputs that matter, and all outputs."""
-    shows: tuple[str, ...]
+    own_sizes: Line | None = None
+    """The sizes that the kernel takes, if not heads and the lengths of its tensors."""
+    own_traffic: tuple[Moved, ...] = ()
+    """The traffic of a kernel for which `moved.traffic` is wrong."""
+    own_floor: tuple[Moved, ...] = ()
+    """The least traffic of a kernel for which `moved.floor` is wrong."""
+    checked_by: tuple[str, ...]
     """Outputs of the pass that check this kernel; `dt` stands for the gradients of a score's
     tensors."""
     described: tuple[str, ...] = ()
@@ -116,6 +93,76 @@ class KernelSpec:
     """Architectures that the kernel needs, such as sm_90; empty: any architecture."""
     folder: Path | None = None
     """The folder of the kernel's template; None: tilegen's templates."""
+
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors of a launch by name, inputs first."""
+        return {x.name: x for x in (*self.inputs, *self.outputs) if isinstance(x, Tensor)}
+
+    @cached_property
+    def parameters(self) -> tuple[str, ...]:
+        """The names of the parameters of `launch`, in order."""
+        return tuple(dict.fromkeys(name for one in self.inputs for name in names_of(one)))
+
+    @cached_property
+    def allocated(self) -> tuple[str, ...]:
+        """The names of the tensors that a launch allocates and returns."""
+        return tuple(one.name for one in self.outputs if one.name not in self.parameters)
+
+    @cached_property
+    def reads(self) -> tuple[Tensor, ...]:
+        """The tensors that the kernel reads, except tables of pages."""
+        tensors = self.tensors.values()
+        return tuple(one for one in tensors if one not in self.outputs and one.dtype != "i32")
+
+    @cached_property
+    def streamed(self) -> tuple[Tensor, ...]:
+        """The tensors that the kernel reads tile by tile."""
+        return tuple(one for one in self.reads if one.side != self.stationary)
+
+    @cached_property
+    def lines(self) -> tuple[Line, ...]:
+        """The function's arguments, without those that masks and scores add."""
+        tensors = self.tensors.values()
+        return (
+            *places(tensors),
+            self.own_sizes or usual_sizes(tensors, self.stationary, splits=self.joins),
+            *(one for one in self.inputs if isinstance(one, Line)),
+        )
+
+    @cached_property
+    def traffic(self) -> tuple[Moved, ...]:
+        """Words that a launch moves, as counted by a counting build: stationary tensors move once,
+        streamed tensors at each visit."""
+        # Queries move again for each split, or each tile of scores, in which they are visited.
+        rows = "W_s" if self.splits else "W_q" if self.sliced else ""
+        visits = "g_t*V" if self.packs else "g*V"
+        stationary = (one for one in self.reads if one not in self.streamed)
+        return self.own_traffic or (
+            *(read(one, words(one, rows)) for one in stationary),
+            *(read(one, words_of_visits(one, visits)) for one in self.streamed),
+            *(write(one, words(one)) for one in self.outputs),
+        )
+
+    @cached_property
+    def floor(self) -> tuple[Moved, ...]:
+        """Tensors that must move under any schedule: inputs that matter, and all outputs. Partial
+        results of a split in which nothing is visited need not move."""
+        rows = "n" if self.masked else "N"
+        needed = (one for one in self.reads if not (one.in_parts or one.of_tiles))
+        return self.own_floor or (
+            *(read(one, least_words(one, rows)) for one in needed),
+            *(
+                write(one, least_words(one, "N"))
+                for one in self.outputs
+                if not (one.of_tiles or (one.in_parts and one.head_dim))
+            ),
+        )
+
+    @property
+    def parts(self) -> bool:
+        """True if results are parts, in fp32, one for each split or share."""
+        return self.splits or self.shares
 
     @property
     def fitted_as(self) -> str:
@@ -133,9 +180,9 @@ class KernelSpec:
         return self.loop if isinstance(self.loop, Whole) else None
 
     @property
-    def stays(self) -> Side:
+    def stationary(self) -> Side:
         """The stationary side of the scores; tiles of the other side are streamed."""
-        return self.loop.stays
+        return self.loop.stationary
 
     @property
     def masked(self) -> bool:
@@ -160,7 +207,7 @@ class KernelSpec:
     @property
     def split_name(self) -> str:
         """The name of the rows of a split: `split_q` if queries are split, otherwise `split_kv`."""
-        return "split_q" if self.splits and self.stays == "columns" else "split_kv"
+        return "split_q" if self.splits and self.stationary == "columns" else "split_kv"
 
     @property
     def joins(self) -> bool:
@@ -187,13 +234,34 @@ class KernelSpec:
         """Score tiles that are live together, at least 1."""
         return self.loop.score_tiles
 
-    def told(self, config: TileConfig) -> int:
+    def step(self, problem: AttentionProblem, config: TileConfig) -> Step:
+        """Return the work of one step of the inner loop."""
+        return self.loop.step(problem, config, self.loaded(problem), self.outputs)
+
+    def streamed_bytes(self, problem: AttentionProblem) -> int:
+        """Return the bytes of one streamed row: K and V, or Q, dO, lse (perhaps in pairs) and
+        delta. It is 0 if head dims are not held whole."""
+        if not self.whole:
+            return 0
+        streamed = [one for one in self.loaded(problem) if one.side != self.stationary]
+        numbers = [1 + (one.paired and problem.pair_lse) for one in streamed if not one.head_dim]
+        dims: list[Dim] = [one.head_dim for one in streamed if one.head_dim]
+        return problem.element_bytes * sum(problem.head_dims[dim] for dim in dims) + 4 * sum(
+            numbers
+        )
+
+    def loaded(self, problem: AttentionProblem) -> tuple[Tensor, ...]:
+        """Return the tensors that the kernel reads for a problem: not values that are in keys."""
+        in_keys = self.values_in_keys(problem)
+        return tuple(one for one in self.reads if not (in_keys and one.alias))
+
+    def returned(self, config: TileConfig) -> int:
         """Return the value of the knob that a launch returns; 0 if it returns none."""
-        return getattr(config, self.tells) if self.tells else 0
+        return getattr(config, self.returns) if self.returns else 0
 
     def values_in_keys(self, problem: AttentionProblem) -> bool:
         """Return True if the kernel reads a problem's values from keys that it has loaded."""
-        return self.loop.values_in_keys(problem)
+        return problem.latent and "aliases" in self.supports
 
     def draws(self, problem: AttentionProblem) -> bool:
         """Return True if the kernel draws random numbers for the dropout of a problem."""
@@ -224,7 +292,7 @@ class FamilySpec:
     kernels: tuple[KernelSpec, ...]
     run: Callable[..., Any]
     """Launches the kernels. Forward: `run(launch, q, k, v, scale, panel_rows=, pairs=)` returns
-    (out, lse), with `pairs` (batch, heads, 2, seqlen_q) for lse: see `PAIRED` in layout.py.
+    (out, lse), with `pairs` (batch, heads, 2, seqlen_q) for lse: see `Tensor.paired`.
     Backward: `run(launch, q, k, v, dout, lse, delta, scale, panel_rows=, wants_dq=, wants_dkdv=)`
     returns (dq, dk, dv), None for gradients that are not wanted."""
 

@@ -14,19 +14,22 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tilegen.kernels import two_pass
-from tilegen.kernels.arguments import factor, pointers, strides
+from tilegen.kernels.arguments import factor
 from tilegen.kernels.layout import empty_like
 from tilegen.kernels.loops import OverRows
 from tilegen.kernels.panels import Launch
 from tilegen.kernels.partial_gradients import (
     BWD_DQ_SUM,
-    NOTES,
-    PARTS_OF_QUERIES,
+    HAS_DKDV,
+    HAS_DQ,
+    PARTIAL_DK,
+    PARTIAL_DQ,
+    PARTIAL_DV,
     TILES,
-    sizes_of_sum,
 )
-from tilegen.kernels.spec import FamilySpec, KernelSpec, read, write
-from tilegen.kernels.two_pass import BWD_DKDV, BWD_DQ, BWD_PREPROCESS, INPUTS, READ_ONCE
+from tilegen.kernels.spec import FamilySpec, KernelSpec
+from tilegen.kernels.tensors import DK, DV
+from tilegen.kernels.two_pass import BWD_DKDV, BWD_DQ, BWD_PREPROCESS
 
 if TYPE_CHECKING:
     import torch
@@ -36,34 +39,15 @@ WORTH_SPLITTING = 1.1
 parts takes memory and one more launch. A guess."""
 _KNOBS = replace(TILES, split_kv=(128, 256, 512, 1024, 2048, 4096, 8192))
 
-_PARTS_OF_KEYS = {
-    "partial_dk": ("k", "q", "k"),
-    "partial_dv": ("k", "q", "v"),
-    "has_dkdv": ("k", "q"),
-}
+_PARTS_OF_KEYS = (PARTIAL_DK, PARTIAL_DV, HAS_DKDV)
 
 BWD_DKDV_SPLIT = replace(
     BWD_DKDV,
     name="bwd_dkdv_split",
     title="Attention backward, queries split over programs: dk and dv of each split.",
-    made=tuple(_PARTS_OF_KEYS),
-    parts=_PARTS_OF_KEYS,
-    notes=NOTES,
-    lines=(
-        pointers(*INPUTS, *_PARTS_OF_KEYS, fp32=_PARTS_OF_KEYS),
-        *(line for line in BWD_DKDV.lines[1:] if line.arguments[0].of not in ("dk", "dv")),
-    ),
+    outputs=_PARTS_OF_KEYS,
     grid=(*BWD_DKDV.grid, ("seqlen_q", "split_q")),
     loop=replace(BWD_DKDV.loop, splits=True),
-    traffic=(
-        read("k", "W_s*d_qk"),
-        read("v", "W_s*d_v"),
-        *(one for one in BWD_DKDV.traffic if one.tensor in ("q", "dout", "lse", "delta")),
-        write("partial_dk", "W_s*d_qk", fp32=True),
-        write("partial_dv", "W_s*d_v", fp32=True),
-        write("has_dkdv", "N_kv*n_s", fp32=True),
-    ),
-    floor=(*READ_ONCE, write("has_dkdv", "N_kv", fp32=True)),
     knobs=_KNOBS,
     like=BWD_DKDV.name,
 )
@@ -72,51 +56,20 @@ BWD_DKDV_SUM = replace(
     BWD_DQ_SUM,
     name="bwd_dkdv_sum",
     title="Attention backward, queries split over programs: dk and dv of all splits together.",
-    given=(*_PARTS_OF_KEYS, "dk", "dv", "softmax_scale"),
-    lines=(
-        pointers(*_PARTS_OF_KEYS, "dk", "dv", fp32=_PARTS_OF_KEYS),
-        strides("dk", "batch, head and row strides"),
-        strides("dv"),
-        sizes_of_sum("num_heads_kv seqlen_kv", "dk", splits_of="has_dkdv"),
-        factor("softmax_scale"),
-    ),
+    inputs=(*_PARTS_OF_KEYS, DK, DV, factor("softmax_scale")),
+    outputs=(DK, DV),
     grid=(("seqlen_kv", "block_m"), ("num_heads_kv", 1), ("batch", 1)),
-    loop=OverRows(stays="columns", works_on=("dk", "dv"), joins=True),
-    traffic=(
-        read("has_dkdv", "N_kv*n_s", fp32=True),
-        read("partial_dk", "W_s*d_qk", fp32=True),
-        read("partial_dv", "W_s*d_v", fp32=True),
-        write("dk", "N_kv*d_qk"),
-        write("dv", "N_kv*d_v"),
-    ),
-    floor=(write("dk", "N_kv*d_qk"), write("dv", "N_kv*d_v")),
-    shows=("dk", "dv"),
+    loop=OverRows(stationary="columns", joins=True),
+    checked_by=("dk", "dv"),
 )
 
 BWD_DQ_SPLIT = replace(
     BWD_DQ,
     name="bwd_dq_split",
     title="Attention backward, keys split over programs: dq of each split.",
-    made=tuple(PARTS_OF_QUERIES),
-    parts=PARTS_OF_QUERIES,
-    notes=NOTES,
-    lines=(
-        pointers(*INPUTS, *PARTS_OF_QUERIES, fp32=PARTS_OF_QUERIES),
-        *(line for line in BWD_DQ.lines[1:] if line.arguments[0].of != "dq"),
-    ),
+    outputs=(PARTIAL_DQ, HAS_DQ),
     grid=(*BWD_DQ.grid, ("seqlen_kv", "split_kv")),
     loop=replace(BWD_DQ.loop, splits=True),
-    traffic=(
-        read("q", "g*W_s*d_qk"),
-        read("dout", "g*W_s*d_v"),
-        read("lse", "g*W_s", fp32=True),
-        read("delta", "g*W_s", fp32=True),
-        read("k", "g*V_kv*d_qk"),
-        read("v", "g*V_kv*d_v"),
-        write("partial_dq", "g*W_s*d_qk", fp32=True),
-        write("has_dq", "g*N_q*n_s", fp32=True),
-    ),
-    floor=(*READ_ONCE, write("has_dq", "g*N_q", fp32=True)),
     knobs=_KNOBS,
     like=BWD_DQ.name,
 )

@@ -15,19 +15,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tilegen.kernels.allocation import allocator
-from tilegen.kernels.arguments import (
-    PAGES,
-    SCALE_IN_BASE_2,
-    Line,
-    numbers,
-    pointers,
-    sizes,
-    strides,
-)
+from tilegen.kernels.arguments import SCALE_IN_BASE_2, numbers, sizes
 from tilegen.kernels.layout import Laid, strides_like
 from tilegen.kernels.loops import OverRows, Whole
 from tilegen.kernels.panels import Launch
-from tilegen.kernels.spec import FamilySpec, KernelSpec, Knobs, read, write
+from tilegen.kernels.spec import FamilySpec, KernelSpec, Knobs
+from tilegen.kernels.tensors import LSE, NOT_WRITTEN, OUT, K, Number, Q, Tensor, V
 
 if TYPE_CHECKING:
     import torch
@@ -42,21 +35,17 @@ READ_OVER_LEFT = 32
 """Least ratio of the keys and values that a split reads [bytes] to its partial results, which are
 written and read again, once programs fill the GPU: a guess."""
 
+_OF_SPLITS = "batch num_heads_q num_splits seqlen_q"
+_WEIGHTS = f": log-sum-exp in base 2, -inf {NOT_WRITTEN.format(part='partials are')}"
+PARTIALS = Tensor("partials", f"{_OF_SPLITS} head_dim_v", ": output of a split's keys", "fp32")
+PARTIAL_LSE = Tensor("partial_lse", _OF_SPLITS, _WEIGHTS, "fp32", paired=True)
+
 FWD_SPLIT = KernelSpec(
     name="fwd_split",
     template="split_kv/attention_fwd_split.py.jinja",
     title="Attention forward, keys split over programs: out and lse of each split.",
-    given=("q", "k", "v", "softmax_scale"),
-    made=("partials", "partial_lse"),
-    parts={"partials": ("q", "k", "v"), "partial_lse": ("q", "k")},
-    lines=(
-        pointers("q", "k", "v", "partials", "partial_lse"),
-        strides("q", "batch, head and row strides"),
-        strides("k"),
-        strides("v"),
-        sizes("num_heads_q seqlen_q seqlen_kv", "q k"),
-        SCALE_IN_BASE_2,
-    ),
+    inputs=(Q, K, V, SCALE_IN_BASE_2),
+    outputs=(PARTIALS, PARTIAL_LSE),
     grid=(
         ("seqlen_q", "block_m"),
         ("num_heads_q", "tile_heads"),
@@ -64,36 +53,35 @@ FWD_SPLIT = KernelSpec(
         ("seqlen_kv", "split_kv"),
     ),
     loop=Whole(
-        keeps=("q",),
-        streams=("k", "v"),
-        accumulates=("out",),
         products=("qk", "v"),  # S = Q K^T; O += P V
         score_tiles=1,
         splits=True,
-        takes_latent=True,
     ),
-    traffic=(
-        read("q", "g*W_s*d_qk"),
-        read("k", "g_t*V_kv*d_qk"),
-        read("v", "g_t*V_kv*d_v"),
-        write("partials", "g*W_s*d_v", fp32=True),
-        write("partial_lse", "g*N_q*n_s", fp32=True),
-    ),
-    floor=(
-        read("q", "g*n_q*d_qk"),
-        read("k", "n_kv*d_qk"),
-        read("v", "n_kv*d_v"),
-        write("partial_lse", "g*N_q", fp32=True),
-    ),
-    shows=("out", "lse"),
+    checked_by=("out", "lse"),
     described=("k", "v"),
     knobs=Knobs(
         block_m=(16, 32, 64, 128),
         block_n=(16, 32, 64, 128),
         split_kv=(128, 256, 512, 1024, 2048, 4096, 8192),
     ),
-    supports=frozenset({"scores", "order"}),
+    supports=frozenset({"scores", "order", "aliases"}),
     like="fwd",
+)
+
+_ALL_Q = Q.shape.replace("seqlen_q", "total_q")
+_OF_PAGES = "pages num_heads_kv PAGE"
+_STRIDES = "page, head and row strides"
+_Q = replace(Q, shape=_ALL_Q, note=": queries of all requests")
+
+
+def _table(name: str, note: str, address: str = "") -> Tensor:
+    return Tensor(name, "_", note.format("int32 or int64"), "i32", address=address)
+
+
+_TABLES = (
+    _table("block_table", "(requests, pages of a request), {}", "table_ptr"),
+    _table("lengths", "(requests,), {}: keys of each request"),
+    _table("q_starts", "(requests + 1,), {}: where the queries of each request start"),
 )
 
 FWD_PAGED = replace(
@@ -101,19 +89,19 @@ FWD_PAGED = replace(
     name="fwd_paged",
     template="split_kv/attention_fwd_paged.py.jinja",
     title="Attention forward, keys in pages and split over programs: out and lse of each split.",
-    given=(
-        *("q", "k", "v", "block_table", "lengths", "q_starts"),
-        *("requests", "longest_q", "longest_kv", "table_row", "softmax_scale"),
-    ),
-    lines=(
-        Line((*FWD_SPLIT.lines[0].arguments, *PAGES)),
-        strides("q", "batch, head and row strides"),
-        strides("k", "page, head and row strides"),
-        strides("v"),
-        sizes("num_heads_q total_q", "q k"),
+    inputs=(
+        _Q,
+        Tensor("k", f"{_OF_PAGES} head_dim_qk", stride_note=_STRIDES),
+        Tensor("v", f"{_OF_PAGES} head_dim_v", alias="k"),
+        *_TABLES,
+        Number("requests"),
         numbers("longest_q", "longest_kv", "table_row", why="of all requests; stride of the table"),
         SCALE_IN_BASE_2,
     ),
+    outputs=tuple(
+        replace(one, shape=one.shape.replace("seqlen_q", "total_q")) for one in FWD_SPLIT.outputs
+    ),
+    own_sizes=sizes("num_heads_q total_q", [_Q]),
     grid=(
         ("longest_q", "block_m"),
         ("num_heads_q", "tile_heads"),
@@ -131,23 +119,11 @@ FWD_COMBINE = KernelSpec(
     name="fwd_combine",
     template="split_kv/attention_fwd_combine.py.jinja",
     title="Attention forward, keys split over programs: out and lse of all splits together.",
-    given=("partials", "partial_lse", "out", "lse"),
-    made=(),
-    lines=(
-        pointers("partials", "partial_lse", "out", "lse"),
-        strides("out", "batch, head and row strides"),
-        sizes("num_heads_q seqlen_q num_splits", "out partial_lse"),
-    ),
+    inputs=(PARTIALS, PARTIAL_LSE, OUT, LSE),
+    outputs=(OUT, LSE),
     grid=(("seqlen_q", "block_m"), ("num_heads_q", 1), ("batch", 1)),
-    loop=OverRows(works_on=("out",), joins=True),
-    traffic=(
-        read("partial_lse", "g*N_q*n_s", fp32=True),
-        read("partials", "g*W_s*d_v", fp32=True),
-        write("out", "g*N_q*d_v"),
-        write("lse", "g*N_q", fp32=True),
-    ),
-    floor=(write("out", "g*N_q*d_v"), write("lse", "g*N_q", fp32=True)),
-    shows=("out", "lse"),
+    loop=OverRows(joins=True),
+    checked_by=("out", "lse"),
     knobs=Knobs(block_m=(1,), block_n=(16, 32), num_warps=(1, 4), num_stages=(1,)),
     supports=frozenset({"order", "sinks"}),
 )

@@ -40,7 +40,7 @@ class BoundKernel:
         slots = [(int(name[1:]), name) for name in names if re.fullmatch(r"t\d+", name)]
         self._slots = [(slot, name, mask.tables[slot].kind == "bool") for slot, name in slots]
         self._reads = [name for name in names if re.fullmatch(r"d?c\d+|sinks|dropout(_p)?", name)]
-        self._side: Side = KERNELS[kernel].stays
+        self._side: Side = KERNELS[kernel].stationary
         self._blocks = {"block_m": config.block_m, "block_n": config.block_n}
         self._keep: Any = None  # the mask's predicate, if launches need lists of tiles
         if "tiles" in names:

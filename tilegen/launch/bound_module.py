@@ -36,7 +36,7 @@ def bound_module(
     """Return the launch of an emitted module, without the arguments that a mask determines."""
     function = (
         TritonFunction.of(module, config)
-        or CompiledFunction.of(module, KERNELS[kernel].made)
+        or CompiledFunction.of(module, KERNELS[kernel].allocated)
         or TensorFunction.of(module, config)
     )
     if function is None:  # not an emitted kernel: use the module's own launch
@@ -59,7 +59,7 @@ def launcher_of_module(
     )
     every = (argument for line in lines for argument in line.arguments)
     of_batch: list[str] = []
-    if not problem.page and "q" in KERNELS[kernel].given:
+    if not problem.page and "q" in KERNELS[kernel].parameters:
         of_batch = [
             f"t{i}_n0"
             for i, (value, owner) in enumerate(problem.mask.places_of_tables)

@@ -236,7 +236,7 @@ class Kernels:
         from tilegen.emit.render import render  # loads Jinja
 
         problem = self._problems[direction]
-        if reason := cpu.trouble():
+        if reason := cpu.why_not_compiled():
             lacking = f"no loaded bundle has its {direction} for this processor, and "
             in_none = bundles.loaded and not current().check_bounds
             raise Unsupported(

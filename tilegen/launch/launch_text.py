@@ -1,6 +1,6 @@
 """Generate the Python of a launch for one kernel from the records of its arguments.
 
-A record tells from which tensor an argument is taken, and which of its properties it is. The
+A record holds from which tensor an argument is taken, and which of its properties it is. The
 generated code therefore looks nothing up at a call. Values that depend on sizes and strides are
 cached until a launch has other sizes: the layers of a model usually share them. The emitted
 `launch`, which tilegen.emit.launch prints from the same records, is for readers.
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
-from tilegen.kernels.arguments import COLUMN_TENSORS, PANELS, Argument
+from tilegen.kernels.arguments import Argument
 from tilegen.kernels.config import TileConfig
-from tilegen.kernels.results import LIKE, Extent, extents
+from tilegen.kernels.results import Extent, extents, sources
 from tilegen.kernels.spec import KernelSpec
 
 MAX_ROW_STRIDE = 2**22  # elements; emitted kernels address a tile of rows with 32 bits
@@ -58,11 +58,11 @@ class LaunchText:
             *(
                 line
                 for name in self._strided
-                if name not in self.spec.made
+                if name not in self.spec.allocated
                 for line in self._read(name)
             ),
             *(f"{name}_n{axis} = {name}_shape[{axis}]" for name, axis in self._other_sizes),
-            *(line for name in self.spec.made for line in self._make(name)),
+            *(line for name in self.spec.allocated for line in self._make(name)),
             *(
                 f"if {name}_n{axis} == 1: {name}_s{axis} = {self._idle_stride(name)}"
                 for name in self._rows
@@ -83,12 +83,12 @@ class LaunchText:
 
     def _launch(self) -> str:
         extras_as_keywords = "".join(f", {name}" for name in self.extras)
-        tells = self.spec.tells
-        results = [*self.spec.made, *([str(getattr(self.config, tells))] if tells else [])]
-        emitted = [*self.spec.given, "laid=laid", *(f"{name}={name}" for name in self.extras)]
+        knob = self.spec.returns
+        results = [*self.spec.allocated, *([str(getattr(self.config, knob))] if knob else [])]
+        emitted = [*self.spec.parameters, "laid=laid", *(f"{name}={name}" for name in self.extras)]
         body = [
-            f"device = {self.spec.given[0]}.device",
-            f"empty = empty_on_gpu if {self.spec.given[0]}.is_cuda else empty_on_cpu",
+            f"device = {self.spec.parameters[0]}.device",
+            f"empty = empty_on_gpu if {self.spec.parameters[0]}.is_cuda else empty_on_cpu",
             f"facts = {', '.join(self._facts.values())},",
             "known, values = launcher.arranged",  # one assignment: other threads may call too
             "if known != facts:",
@@ -97,7 +97,7 @@ class LaunchText:
             f"{', '.join(self._arranged_names)} = values",
             *(
                 f"{name} = empty({name}_shape, {name}_stride, {self._dtype(name)})"
-                for name in self.spec.made
+                for name in self.spec.allocated
             ),
             *(f"{name}_at = {name}.data_ptr()" for name in self._addresses),
             *(
@@ -114,7 +114,7 @@ class LaunchText:
             f"run(grid, [{self._all(self._shown if self.takes_tensors else self._value)}], device)",
             *([f"return {', '.join(results)}"] if results else []),
         ]
-        head = f"def launch({', '.join(self.spec.given)}, *, laid=None{extras_as_keywords}):"
+        head = f"def launch({', '.join(self.spec.parameters)}, *, laid=None{extras_as_keywords}):"
         return "\n    ".join([head, *body]) + "\n"
 
     # ----------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ class LaunchText:
         # The kernel may take no strides of v, if values are in keys; `laid` has them nevertheless.
         strided = [x.of for x in self.spec.by_name.values() if x.taken == "stride"]
         strided += self._strided
-        return [name for name in dict.fromkeys(strided) if name not in self.spec.made]
+        return [name for name in dict.fromkeys(strided) if name not in self.spec.allocated]
 
     @cached_property
     def _laid(self) -> list[str]:
@@ -142,13 +142,13 @@ class LaunchText:
         return (
             ({"laid": f"laid or ({', '.join(own)})"} if own else {})
             | {f"{name}_shape": f"{name}.shape" for name in others}
-            | {name: name for name in _COUNTS if name in self.spec.given}
+            | {name: name for name in _COUNTS if name in self.spec.parameters}
         )
 
     @property
     def _arranged_names(self) -> list[str]:
         """The results of `arranged`."""
-        made = (f"{name}_{what}" for name in self.spec.made for what in ("shape", "stride"))
+        made = (f"{name}_{what}" for name in self.spec.allocated for what in ("shape", "stride"))
         tiled = (f"{name}_tiled" for name in self._described)
         return ["grid", "is_wide", *made, *tiled, *(name for name, _ in self._groups if name)]
 
@@ -172,7 +172,7 @@ class LaunchText:
     # Sizes and strides
 
     def _read(self, name: str) -> list[str]:
-        axes = range(3 if name in PANELS else 4)
+        axes = range(len(self.spec.tensors[name].sizes))
         sizes, strides = (", ".join(f"{name}_{what}{axis}" for axis in axes) for what in "ns")
         return [f"{sizes} = {name}_shape", f"{strides} = {name}_stride"]
 
@@ -184,8 +184,8 @@ class LaunchText:
             f"{', '.join(n)} = {', '.join(sizes)}",
             f"{', '.join(s)} = {', '.join(' * '.join(n[i + 1 :]) or '1' for i in range(len(n)))}",
         ]
-        if name in LIKE:
-            like, _ = LIKE[name]
+        if self.spec.tensors[name].is_strided:
+            like = sources(self.spec, name)[0].name
             lines.append(f"if {like}_s1 < {like}_s2: {s[1]}, {s[2]} = {n[3]}, {n[1]} * {n[3]}")
         return [*lines, f"{name}_shape, {name}_stride = ({', '.join(n)}), ({', '.join(s)})"]
 
@@ -198,7 +198,7 @@ class LaunchText:
     def _shape(self, name: str) -> tuple[Extent | int, ...]:
         # A kernel with a score takes the scale unchanged, and writes lse in pairs.
         pairs = any(argument.name == "softmax_scale" for argument in self.arguments)
-        return extents(name, self.spec.given, pairs=pairs)
+        return extents(self.spec, name, pairs=pairs)
 
     def _extent(self, extent: Extent) -> str:
         size = extent.of if extent.axis is None else f"{extent.of}_n{extent.axis}"
@@ -208,9 +208,8 @@ class LaunchText:
         return f"-(-{size} // {keys})" if extent.by == "keys" else size
 
     def _dtype(self, name: str) -> str:
-        if name in LIKE:
-            return f"{LIKE[name][0]}.dtype"
-        return "q.dtype" if name in PANELS else "torch.float32"
+        first = sources(self.spec, name)[0].name
+        return "torch.float32" if self.spec.tensors[name].dtype == "fp32" else f"{first}.dtype"
 
     def _check(self) -> list[str]:
         """Return lines that check strides; tests of all strides combined with | are enough."""
@@ -244,7 +243,7 @@ class LaunchText:
     @cached_property
     def _rows(self) -> list[str]:
         """The tensors (batch, heads, rows, head dim) whose strides are arguments."""
-        return [name for name in self._strided if name not in PANELS]
+        return [name for name in self._strided if not self.spec.tensors[name].is_panel]
 
     @cached_property
     def _strided(self) -> list[str]:
@@ -256,11 +255,11 @@ class LaunchText:
         """The sizes that arguments or results need of tensors whose strides are not arguments."""
         taken = (*self.arguments, *(argument for argument, _ in self.grid))
         sizes = [(x.of, x.axis) for x in taken if x.taken in ("size", "units")]
-        extents_of = (extent for name in self.spec.made for extent in self._shape(name))
+        extents_of = (extent for name in self.spec.allocated for extent in self._shape(name))
         sizes += [
             (x.of, x.axis) for x in extents_of if isinstance(x, Extent) and x.axis is not None
         ]
-        known = (*self._strided, *self.spec.made)
+        known = (*self._strided, *self.spec.allocated)
         return list(dict.fromkeys(size for size in sizes if size[0] not in known))
 
     @cached_property
@@ -272,7 +271,7 @@ class LaunchText:
     @cached_property
     def _addresses(self) -> list[str]:
         """The tensors whose addresses are arguments, except those of masks and scores."""
-        named = (*self.spec.given, *self.spec.made)
+        named = (*self.spec.parameters, *self.spec.allocated)
         taken = [argument.of for argument in self.arguments if argument.taken == "address"]
         return [name for name in taken if name in named]
 
@@ -289,7 +288,8 @@ class LaunchText:
         numbers += [
             self._value(x)
             for x in self.arguments
-            if x.taken in ("size", "units") or (x.taken == "stride" and x.of in PANELS)
+            if x.taken in ("size", "units")
+            or (x.taken == "stride" and self.spec.tensors[x.of].is_panel)
         ]
         return f"({' | '.join(numbers)}) >> 31" if numbers else "0"
 
@@ -343,6 +343,6 @@ class LaunchText:
         Triton's own descriptor."""
         name = argument.of
         if argument.taken == "descriptor":
-            rows = self.config.block_n if name in COLUMN_TENSORS else self.config.block_m
+            rows = getattr(self.config, argument.rows)
             return f"launcher.described({name}, {name}_desc, {rows}, {argument.axis})"
         return name if argument.taken == "address" else self._value(argument)

@@ -111,12 +111,12 @@ class Launcher:
         arguments."""
         spec = KERNELS[launched.kernel]
         names = extra_names(launched.arguments)
-        self.extra_names = tuple(name for name in names if name not in spec.given)
+        self.extra_names = tuple(name for name in names if name not in spec.parameters)
         self._launched = launched
         self._function = function
         self._emitted = emitted
         self._is_unfamiliar = False
-        tensors = (*spec.given, *spec.made)
+        tensors = spec.tensors.values()
         sizes = [(spec.by_name.get(name) or size(name, tensors), by) for name, by in launched.grid]
         text = LaunchText(
             spec=spec,
@@ -127,7 +127,7 @@ class Launcher:
             config=launched.config,
             takes_tensors=function.takes_tensors,
         )
-        self.text, self._viewed = str(text), [spec.given.index(name) for name in text.viewed]
+        self.text, self._viewed = str(text), [spec.parameters.index(name) for name in text.viewed]
         module: dict[str, Any] = {
             **dict(launcher=self, torch=torch, Unfamiliar=Unfamiliar, Described=Described),
             "empty_on_cpu": allocator(is_cuda=False),

@@ -40,9 +40,9 @@ def guard_of(problem: AttentionProblem, spec: KernelSpec) -> Guard:
     is_shared = spec.masked and ("pages" in spec.supports or spec.keeps_order(problem))
     if kind == "pairs" or not (kind or is_shared):
         return kind
-    is_interval = visit(mask, spec.stays).strategy == "single"
+    is_interval = visit(mask, spec.stationary).strategy == "single"
     is_interval &= all(part.form is not UNLISTED for part in mask.conjuncts)
-    return "end" if is_interval or spec.stays == "columns" else "pairs"
+    return "end" if is_interval or spec.stationary == "columns" else "pairs"
 
 
 def _apart(mask: Mask) -> Apart:

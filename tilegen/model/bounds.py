@@ -123,8 +123,8 @@ def product_bound() -> sp.Expr:
 def floor_terms(what: Kernel | Direction, *, values_in_keys: bool = False) -> tuple[Term, ...]:
     """Return the words that any schedule moves, per key-value head: inputs that affect the result,
     and all outputs. Values that are columns of the keys move with the keys."""
-    moved = terms(FLOORS[what] if what in FLOORS else KERNELS[what].floor)
-    return tuple(term for term in moved if not (values_in_keys and term.tensor == "v"))
+    moved = FLOORS[what] if what in FLOORS else KERNELS[what].floor
+    return terms(moved, values_in_keys=values_in_keys)
 
 
 def inputs_once(kernel: Kernel, *, values_in_keys: bool = False) -> sp.Expr:

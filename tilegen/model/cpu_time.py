@@ -71,7 +71,7 @@ def levels_of(spec: CpuSpec) -> tuple[Level, Level, Level]:
 def stream_bytes(tiled: Tiled) -> int:
     """Return the bytes that a head streams. A kernel that passes over its rows once streams all of
     a launch."""
-    streams = tiled.task.lengths[1] * tiled.spec.loop.streamed_bytes(tiled.problem)
+    streams = tiled.task.lengths[1] * tiled.spec.streamed_bytes(tiled.problem)
     return streams or bytes_of(traffic(tiled))
 
 
@@ -110,7 +110,7 @@ def bytes_of(moved: Traffic) -> int:
 def state_bytes(step: Step, tiled: Tiled, word: int) -> float:
     """Return the bytes that a step works on: operands that stay, results, scores and panels, whose
     words have `word` bytes."""
-    packed = step.columns * sum(step.passing) * _packings(step)
+    packed = step.columns * sum(step.streamed) * _packings(step)
     panels = word * (step.kept + packed)
     if tiled.spec.shares:  # dQ in memory
         panels += 4 * step.columns * tiled.problem.head_dim_qk
@@ -139,7 +139,7 @@ def terms_of(tiled: Tiled) -> dict[str, float]:
         added = step.columns * problem.head_dim_qk
     state = step_bytes(tiled)
     moved, inputs = traffic_seconds(tiled, spec), first_seconds(tiled, spec)
-    packing = step.columns * sum(step.passing) * _packings(step) * steps / elements
+    packing = step.columns * sum(step.streamed) * _packings(step) * steps / elements
     if is_thin(tiled):
         # Nothing is packed, and products wait for memory.
         moved, inputs, packing, narrow = 0.0, moved + inputs, 0.0, 0.0
@@ -184,9 +184,8 @@ def seconds_of(tiled: Tiled) -> float:
 
 
 def idle_factor(programs: int) -> float:
-    """Return the time of threads over their work, on average over machines of some THREADS: a last
-    round of programs leaves threads idle. A choice must not depend on the threads of this
-    machine."""
+    """Return the makespan over the work, averaged over THREADS with weights 1/threads. A choice
+    must not depend on the threads of this machine."""
     weights = [1 / threads for threads in THREADS]
     idle = [rounds_over_work(programs, threads) for threads in THREADS]
     return sum(map(mul, weights, idle)) / sum(weights)
@@ -205,7 +204,7 @@ def weights_of(tiled: Tiled) -> Mapping[str, float]:
 
 
 def _packings(step: Step) -> float:
-    """Return how often a passing tile is packed: by each product that reads it, but as a left
+    """Return how often a streamed tile is packed: by each product that reads it, but as a left
     operand only once more."""
     return min(2.0, step.reads)
 

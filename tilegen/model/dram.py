@@ -18,7 +18,6 @@ from typing import Any, Literal
 import sympy as sp
 
 from tilegen.errors import Unsupported
-from tilegen.kernels.arguments import PANELS
 from tilegen.kernels.launch_order import heads_together, heavy_end
 from tilegen.kernels.loops import Loop, OverRows, Sliced, Whole
 from tilegen.kernels.panels import panels_at_once
@@ -234,7 +233,7 @@ def _(loop: Whole, tiled: Tiled, moved: Traffic, in_flight: int, order: Order | 
         return moved.write_bytes + min(moved.read_bytes, bytes_of_inputs(task))
     streams = _streams(tiled, in_flight, order)
     rows = streams.heads * task.problem.group_size * visits(tiled).rows
-    streamed = int(loop.streamed_bytes(task.problem) * rows)
+    streamed = int(task.spec.streamed_bytes(task.problem) * rows)
     delivered = int(streams.sweeps * streams.once * streams.heads)
     return moved.read_bytes + moved.write_bytes - streamed + min(streamed, delivered)
 
@@ -250,7 +249,7 @@ def _(loop: Sliced, tiled: Tiled, moved: Traffic, *_: Any) -> int:
     task = tiled.task
     key = "slices in DRAM", task.kernel, task.gpu
     most = task.memo.once(key, lambda: _most_of_slices(task, loop))
-    if not loop.panel or loop.stays == "columns":
+    if not loop.panel or loop.stationary == "columns":
         return most
     return min(most, moved.read_bytes + moved.write_bytes)
 
@@ -263,10 +262,10 @@ def _most_of_slices(task: KernelTask, loop: Sliced) -> int:
         return (rows + columns) * size + 4 * task.heads_q * problem.seqlen_q
     of_panel = task.panel_rows
     held = of_panel * problem.seqlen_kv * size * panels_at_once(task.direction)
-    moved = sum(term.tensor in PANELS for term in task.spec.traffic)
+    moved = sum(term.tensor.is_panel for term in task.spec.traffic)
     panels = 0 if held <= l2_bytes else moved * task.heads_q * mask.entries
     sweeps = 1
-    if loop.stays == "rows" and held + problem.seqlen_kv * width * size > l2_bytes:
+    if loop.stationary == "rows" and held + problem.seqlen_kv * width * size > l2_bytes:
         sweeps = max(1, -(-problem.group_size * problem.seqlen_q // of_panel))
     return (panels + rows + sweeps * columns) * size
 
@@ -306,10 +305,10 @@ def _streams(tiled: Tiled, in_flight: int, order: Order | None) -> _Streams:
     heads = task.heads_kv
     order = order or order_of(task)
     started = heads_together(problem, task.spec) if order == "heavy_first" else heads
-    side, loop, of_group = task.spec.stays, task.spec.loop, task.heads_of_group
+    side, loop, of_group = task.spec.stationary, task.spec.loop, task.heads_of_group
     programs = of_group * counts.programs
     _, rows = loop.sides(size.rows, size.columns)
-    once = loop.streamed_bytes(problem) * rows * (problem.group_size // of_group)
+    once = task.spec.streamed_bytes(problem) * rows * (problem.group_size // of_group)
     capacity, part = tiled.gpu.l2_bytes / once if once else math.inf, 1.0
     together = in_flight
     if order != "head_major":
@@ -334,7 +333,7 @@ def _streams(tiled: Tiled, in_flight: int, order: Order | None) -> _Streams:
 def _rows_seen(task: KernelTask, programs: int, together: int) -> float:
     """Compute the mean number of rows that `together` adjacent programs of a head stream, treating
     them as one tile."""
-    problem, mask, side = task.problem, task.problem.mask, task.spec.stays
+    problem, mask, side = task.problem, task.problem.mask, task.spec.stationary
     block = together * -(-task.lengths[0] // programs)
     fine = 1
     if not is_solved(mask, side):  # counted from lists, which are made of smaller tiles

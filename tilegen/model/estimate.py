@@ -52,7 +52,7 @@ class Compiled:
     seconds: float | None = None
     """Predicted time [s] with these resources and the instructions of the machine code; None if the
     config did not compile."""
-    objection: str
+    why_not_used: str
     """The reason why calls do not use the config; empty if they may."""
 
 

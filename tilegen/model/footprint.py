@@ -18,8 +18,8 @@ from tilegen.model.on_chip import (
     MAX_UNROLLED,
     ROWS_PER_WARP,
     TENSOR_MEMORY_LANES,
-    Family,
     Footprint,
+    UnitsOfFamily,
     family,
     max_registers,
 )
@@ -42,7 +42,7 @@ def _footprint(tiled: Tiled) -> Footprint:
     else:
         smem += _shared_sliced(rules, work, tiled)
     if config.descriptors:
-        aligned = in_place_of(rules, work, problem.element_bytes)
+        aligned = reads_shared(rules, work, problem.element_bytes)
         smem += max(0, ALIGNED_BARRIERS - rules.smem_overhead) if aligned else BARRIERS
     return Footprint(
         smem_bytes=smem,
@@ -53,7 +53,7 @@ def _footprint(tiled: Tiled) -> Footprint:
     )
 
 
-def _shared_whole(rules: Family, work: Step, tiled: Tiled) -> int:
+def _shared_whole(rules: UnitsOfFamily, work: Step, tiled: Tiled) -> int:
     """Compute the shared memory of a kernel that holds head dims whole [bytes].
 
     Stationary operands pass through it, and stay there if matrix instructions read them in place;
@@ -62,10 +62,10 @@ def _shared_whole(rules: Family, work: Step, tiled: Tiled) -> int:
     """
     problem, config = tiled.problem, tiled.config
     size = problem.element_bytes
-    exact, in_place = size == 4, in_place_of(rules, work, size)
-    width = sum(work.passing)
+    exact, in_place = size == 4, reads_shared(rules, work, size)
+    width = sum(work.streamed)
     if rules.kept_leave:
-        chunk = max(work.passing)
+        chunk = max(work.streamed)
         buffered = width * (config.num_stages - 1) or chunk
         return max(work.rows * chunk, work.columns * (buffered + work.rows)) * size
     vectors, buffers = 0, _buffers(rules, config, in_place=in_place)
@@ -78,8 +78,8 @@ def _shared_whole(rules: Family, work: Step, tiled: Tiled) -> int:
         buffered = buffers * width
         vectors = 4 * work.numbers * buffers * work.columns
         if in_place:
-            split = len(work.passing) > 2  # then the wider chunks are kept once more
-            copied = width + 2 * max(work.passing) * split
+            split = len(work.streamed) > 2  # then the wider chunks are kept once more
+            copied = width + 2 * max(work.streamed) * split
             buffered += rules.once_more.get(tiled.spec.fitted_as, 0.0) * copied
             if rules.tensor_memory and tiled.task.values_in_keys:
                 buffered += 2 * problem.head_dim_v  # columns of keys, in another layout, twice
@@ -95,11 +95,11 @@ def _shared_whole(rules: Family, work: Step, tiled: Tiled) -> int:
     return max(smem, work.stored_bytes)
 
 
-def _shared_sliced(rules: Family, work: Step, tiled: Tiled) -> int:
+def _shared_sliced(rules: UnitsOfFamily, work: Step, tiled: Tiled) -> int:
     """Compute the shared memory of a kernel that takes head dims in slices [bytes]: slices in
     flight, or more if it needs more before or after the loop."""
     config, size = tiled.config, tiled.problem.element_bytes
-    in_place = in_place_of(rules, work, size)
+    in_place = reads_shared(rules, work, size)
     buffers = _buffers(rules, config, in_place=in_place)
     smem = max(1, buffers) * work.loaded * size
     if work.scores:  # values come whole, and weights are laid out for their product
@@ -112,16 +112,16 @@ def _shared_sliced(rules: Family, work: Step, tiled: Tiled) -> int:
     return max(smem, work.stored_bytes)
 
 
-def _buffers(rules: Family, config: TileConfig, *, in_place: bool) -> int:
+def _buffers(rules: UnitsOfFamily, config: TileConfig, *, in_place: bool) -> int:
     """Count the streamed tiles that the pipeline holds; 0 without a pipeline."""
     if config.num_stages == 1 or not rules.pipelines:
         return 0
     return config.num_stages if in_place else config.num_stages - 1
 
 
-def _columns(rules: Family, work: Step, element_bytes: int) -> int:
+def _columns(rules: UnitsOfFamily, work: Step, element_bytes: int) -> int:
     """Count columns of tensor memory: results and scores, and one score tile in 16 bits."""
-    if not rules.tensor_memory or not work.products or not in_place_of(rules, work, element_bytes):
+    if not rules.tensor_memory or not work.products or not reads_shared(rules, work, element_bytes):
         return 0
     tiles = work.score_tiles + 0.5 if work.kept else work.score_tiles
     return math.ceil((work.result_words + tiles * work.scores) / TENSOR_MEMORY_LANES)
@@ -154,7 +154,7 @@ def register_features(
     through descriptors need no registers for addresses or for data in flight."""
     rules = family(arch)
     threads = threads_of(arch, warps)
-    exact, in_place = element_bytes == 4, in_place_of(rules, work, element_bytes)
+    exact, in_place = element_bytes == 4, reads_shared(rules, work, element_bytes)
     repeated = repetition(work, element_bytes, warps, arch)
     if exact:
         operands = max(product.operands_of_thread(threads) for product in work.products)
@@ -171,7 +171,7 @@ def register_features(
     )
 
 
-def _registers(rules: Family, work: Step, tiled: Tiled) -> int:
+def _registers(rules: UnitsOfFamily, work: Step, tiled: Tiled) -> int:
     """Predict the registers of a thread without a limit."""
     config, arch, size = tiled.config, tiled.device.arch, tiled.problem.element_bytes
     threads = threads_of(arch, config.num_warps)
@@ -190,7 +190,7 @@ def repetition(work: Step, element_bytes: int, warps: int, arch: str) -> float:
     """Compute how often a score tile is computed. It is repeated if warps outnumber its parts, but
     not with tensor memory, where one instruction of the program computes it."""
     rules = family(arch)
-    in_place = in_place_of(rules, work, element_bytes)
+    in_place = reads_shared(rules, work, element_bytes)
     if element_bytes == 4 or not work.scores or (in_place and rules.tensor_memory):
         return 1.0
     along, across = (warps, 1) if divides_rows(work, element_bytes, arch) else (1, warps)
@@ -201,13 +201,13 @@ def repetition(work: Step, element_bytes: int, warps: int, arch: str) -> float:
 def divides_rows(work: Step, element_bytes: int, arch: str) -> bool:
     """Check whether warps divide a score tile along its rows. They divide a wide and low tile along
     its columns."""
-    return in_place_of(family(arch), work, element_bytes) or work.rows >= min(work.results)
+    return reads_shared(family(arch), work, element_bytes) or work.rows >= min(work.results)
 
 
 def result_repetition(work: Step, element_bytes: int, warps: int, arch: str) -> float:
     """Compute how often an accumulated result is computed: as often as scores if surplus warps
     share its rows, once if they divide it by columns."""
-    in_place = in_place_of(family(arch), work, element_bytes)
+    in_place = reads_shared(family(arch), work, element_bytes)
     if in_place or not divides_rows(work, element_bytes, arch):
         return 1.0
     return repetition(work, element_bytes, warps, arch)
@@ -220,6 +220,6 @@ def executed(work: Step, element_bytes: int, warps: int, arch: str) -> float:
     return sum(times[x.scores] * x.multiply_adds for x in work.products)
 
 
-def in_place_of(rules: Family, work: Step, element_bytes: int) -> bool:
-    """Check whether matrix instructions read operands in shared memory."""
+def reads_shared(rules: UnitsOfFamily, work: Step, element_bytes: int) -> bool:
+    """Check whether matrix instructions (wgmma, tcgen05) read operands from shared memory."""
     return 0 < rules.rows_in_place <= work.rows and element_bytes < 4

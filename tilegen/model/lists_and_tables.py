@@ -25,8 +25,10 @@ def lists_and_tables(tiled: Tiled) -> tuple[int, int]:
     task, spec, problem, config = tiled.task, tiled.spec, tiled.problem, tiled.config
     memo = task.lengthless.memo
     smem = registers = 0
-    if memo.once(("listed", spec.stays), lambda: _is_listed(task)):
-        if spec.stays == "columns":  # the next tile is looked up ahead: as many bytes as its pairs
+    if memo.once(("listed", spec.stationary), lambda: _is_listed(task)):
+        if (
+            spec.stationary == "columns"
+        ):  # the next tile is looked up ahead: as many bytes as its pairs
             smem += config.block_m * config.block_n
         else:
             width = config.block_d or problem.head_dim_qk + problem.head_dim_v
@@ -36,7 +38,7 @@ def lists_and_tables(tiled: Tiled) -> tuple[int, int]:
         # Where matrix instructions read shared memory, forwards were observed to keep one more tile
         # of keys, and backwards a tile of the table.
         keys = problem.head_dim_qk * problem.element_bytes
-        smem += config.block_n * (keys if "out" in whole.accumulates else config.rows)
+        smem += config.block_n * (keys if "out" in spec.checked_by else config.rows)
     if problem.score and problem.score.changes:
         scores = config.rows * config.block_n
         score = problem.score
@@ -58,7 +60,7 @@ def _is_listed(task: KernelTask) -> bool:
         return False  # decided without SymPy, which cached calls do not load
     from tilegen.masks.tiles.tile_ranges import is_solved
 
-    return not is_solved(mask, task.spec.stays)
+    return not is_solved(mask, task.spec.stationary)
 
 
 def _tables(score: ScoreForm) -> tuple[int, ...]:

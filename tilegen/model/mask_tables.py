@@ -29,7 +29,7 @@ def tree_bytes(tiled: Tiled) -> int:
 def _masked_cells(tiled: Tiled) -> int:
     """Count the pairs of all partial tiles inside the sequences. For batch-invariant problems all
     visited tiles count."""
-    problem, config, side = tiled.problem, tiled.config, tiled.spec.stays
+    problem, config, side = tiled.problem, tiled.config, tiled.spec.stationary
     if not is_solved(problem.mask, side):
         return 0
     ranges = tile_ranges(
@@ -41,8 +41,8 @@ def _masked_cells(tiled: Tiled) -> int:
         block_n=config.block_n,
     )
     block, _ = tiled.spec.loop.sides(config.block_m, config.block_n)
-    tiles, stays = ranges.visited.shape[-1], tiled.task.lengths[0]
-    mine = np.minimum(block, stays - block * np.arange(tiles, dtype=np.int64))
+    tiles, stationary = ranges.visited.shape[-1], tiled.task.lengths[0]
+    mine = np.minimum(block, stationary - block * np.arange(tiles, dtype=np.int64))
     partial, full = ranges.pieces
     cells = 0
     for lo, hi in (*partial, *full) if problem.invariant else partial:

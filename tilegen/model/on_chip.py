@@ -96,7 +96,7 @@ class Footprint:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Family:
+class UnitsOfFamily:
     """A family of footprint.toml, which describes the fields."""
 
     max_registers: int
@@ -140,7 +140,7 @@ bytes."""
 
 
 @cache
-def family(arch: str) -> Family:
+def family(arch: str) -> UnitsOfFamily:
     """Return the rules of an architecture, or of the nearest older one if it is unknown."""
     rules: dict[str, dict[str, Any]] = {
         name: row for row in _table("footprint.toml")["family"] for name in row["architectures"]
@@ -149,8 +149,8 @@ def family(arch: str) -> Family:
     fits: dict[str, dict[str, list[float]]] = _table("registers.toml")["architecture"]
     fit = nearest(arch, fits)
     registers = {name: tuple(values) for name, values in fits[fit].items()}
-    fields = {name: row[name] for name in Family.__dataclass_fields__ if name in row}
-    return Family(**fields, registers=registers, more_doubt=MORE_DOUBT.get(fit, 1.0))
+    fields = {name: row[name] for name in UnitsOfFamily.__dataclass_fields__ if name in row}
+    return UnitsOfFamily(**fields, registers=registers, more_doubt=MORE_DOUBT.get(fit, 1.0))
 
 
 def _table(name: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tilegen.kernels.loops import Product, Step
-from tilegen.model.footprint import divides_rows, in_place_of, repetition
+from tilegen.model.footprint import divides_rows, reads_shared, repetition
 from tilegen.model.on_chip import ROWS_PER_WARP, family
 
 
@@ -26,7 +26,7 @@ def shared_words(
     made = _passing(product for product in work.products if product.scores)
     summed = _passing(product for product in work.products if not product.scores)
     loaded = work.loaded * work.loads
-    if in_place_of(family(arch), work, element_bytes):
+    if reads_shared(family(arch), work, element_bytes):
         own = work.kept + sum(x.rows * x.depth for x in work.products if x.rows_in_shared)
         reads = max(1.0, work.rows / rows_per_read)
         return reads * (repeated * made + summed) + repeated**2 * own + loaded

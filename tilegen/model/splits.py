@@ -58,16 +58,16 @@ def _splits(tiled: Tiled) -> Splits:
     if not spec.splits:
         return _unsplit(tiled, group)
     tiles_of_group = group // tile_heads(config, group)
-    stays, passes = spec.loop.sides(config.block_m, config.block_n)
+    stationary, streamed = spec.loop.sides(config.block_m, config.block_n)
     count = -(-task.lengths[1] // config.split_kv)
     if task.divided:
         return divided_splits(problem, config, count, tiles_of_group)
     # A split is visited if any of its tiles is, as if the split were a tile.
-    counts = visits_of(task, *spec.loop.sides(stays, config.split_kv), aligned=False)
+    counts = visits_of(task, *spec.loop.sides(stationary, config.split_kv), aligned=False)
     programs, rows = counts.tiles, counts.row_steps
     # If the heads of a group visit different tiles, a program takes the heads in turn. It is
     # launched even if no head visits a tile.
-    if spec.stays == "columns" and task.memo.once(
+    if spec.stationary == "columns" and task.memo.once(
         "heads in turn", lambda: ranges_source(problem.mask.general, "columns").per_head
     ):
         programs, rows = count * counts.programs, count * problem.seqlen_kv
@@ -76,16 +76,16 @@ def _splits(tiled: Tiled) -> Splits:
         programs=programs,
         rows=rows,
         tiles_of_group=tiles_of_group,
-        longest=config.split_kv // passes,
+        longest=config.split_kv // streamed,
     )
 
 
 def _unsplit(tiled: Tiled, tiles_of_group: int) -> Splits:
     """Count one split of all rows, or one per score tile if each has a program of its own."""
-    counts, passing = visits(tiled), tiled.task.lengths[1]
+    counts, streamed = visits(tiled), tiled.task.lengths[1]
     if tiled.spec.panel == "writes":
         return Splits(
-            count=-(-passing // tiled.config.block_n),
+            count=-(-streamed // tiled.config.block_n),
             programs=counts.tiles,
             rows=counts.row_steps,
             tiles_of_group=tiles_of_group,
@@ -103,17 +103,17 @@ def _unsplit(tiled: Tiled, tiles_of_group: int) -> Splits:
 def _shares(tiled: Tiled) -> Splits:
     """Count the shares of the stationary rows. Each share adds to all streamed rows."""
     problem, config = tiled.problem, tiled.config
-    stays, streams = tiled.task.lengths
-    count = -(-stays // config.split_kv)
+    stationary, streamed = tiled.task.lengths
+    count = -(-stationary // config.split_kv)
     batch, heads = counted_over(problem.mask, problem.batch, problem.num_heads_q)
     lengths = {"seqlen_q": problem.seqlen_q, "seqlen_kv": problem.seqlen_kv}
     over = {"block_m": config.block_m, "block_n": config.block_n, "batch": batch, "heads": heads}
-    ranges = tile_ranges(problem.mask, tiled.spec.stays, **lengths, **over)
+    ranges = tile_ranges(problem.mask, tiled.spec.stationary, **lengths, **over)
     tiles = (ranges.visited[..., share::count].sum(-1).max() for share in range(count))
     return Splits(
         count=count,
         programs=count,
-        rows=count * streams,
+        rows=count * streamed,
         tiles_of_group=1,
         longest=int(max(tiles)),
     )

@@ -106,12 +106,12 @@ def of_prefix() -> sp.Expr:
     )
 
 
-Family = Literal["full", "causal", "window", "prefix"]
+MaskFamily = Literal["full", "causal", "window", "prefix"]
 """Families of masks whose `u` has a closed form."""
 
 
 @cache
-def closed_form(family: Family) -> sp.Expr:
+def closed_form(family: MaskFamily) -> sp.Expr:
     """Return `u` of a family as an expression of lengths, `w_b`, `p` and `g`. Causal masks, with or
     without a prefix, must have equal lengths."""
     match family:
@@ -126,12 +126,12 @@ def closed_form(family: Family) -> sp.Expr:
 
 
 @cache
-def _evaluator(family: Family) -> Callable[..., float]:
+def _evaluator(family: MaskFamily) -> Callable[..., float]:
     evaluate: Any = sp.lambdify((N_q, N_kv, g, w_b, p), closed_form(family), modules="math")
     return evaluate
 
 
-def family_of(mask: Mask, seqlen_q: int, seqlen_kv: int) -> Family | None:
+def family_of(mask: Mask, seqlen_q: int, seqlen_kv: int) -> MaskFamily | None:
     """Return the family of a mask; None if `u` must be counted from its rows and columns."""
     if mask.is_full:
         return "full"
@@ -157,7 +157,7 @@ class Subgrids:
     width: int
     """`w_b`: number of consecutive differences of query and key-value row that include all kept
     pairs."""
-    family: Family | None = None
+    family: MaskFamily | None = None
     """The family whose closed form gives `per_row`; None if it is counted from the mask's rows and
     columns."""
 

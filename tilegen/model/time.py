@@ -16,7 +16,7 @@ from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import threads_of
 from tilegen.kernels.launch_order import heads_together, heavy_end
 from tilegen.model.dram import dram_bytes
-from tilegen.model.footprint import executed, in_place_of, repetition
+from tilegen.model.footprint import executed, reads_shared, repetition
 from tilegen.model.launches import Launches, launches
 from tilegen.model.on_chip import Footprint, family, residents
 from tilegen.model.operands import shared_words
@@ -103,7 +103,7 @@ def _step_clocks(tiled: Tiled) -> StepClocks:
         masking=repeated * per.masked_score * work.scores / ISSUE_PER_CLK,
         smem=operands * size / SMEM_BYTES_PER_CLK,
         exposed=rates.exposed_of(spec.fitted_as),
-        asynchronous=in_place_of(family(gpu.arch), work, size),
+        asynchronous=reads_shared(family(gpu.arch), work, size),
     )
 
 
@@ -159,7 +159,7 @@ def time(tiled: Tiled, needs: Footprint, code: StepClocks | None = None) -> Time
     """Predict the time of a config, over all panels if the kernel works on panels.
 
     `needs` are the resources of a program, predicted or as compiled. `code` are the clocks of a
-    step by its machine code; by default they are predicted.
+    step counted in machine code; None predicts them.
     """
     gpu, run, moved = tiled.gpu, launches(tiled), traffic(tiled)
     work, clk = tiled.step, code or step_clocks(tiled)
@@ -217,7 +217,7 @@ def time(tiled: Tiled, needs: Footprint, code: StepClocks | None = None) -> Time
         waves=waves,
         dram_bytes=dram,
         flops=int(2 * run.steps * work.multiply_adds),
-        busy_seconds=programs if work.passing else 0.0,
+        busy_seconds=programs if work.streamed else 0.0,
         left_seconds=left,
         idle=idle,
     )
@@ -256,7 +256,7 @@ def _program_clocks(tiled: Tiled, clk: StepClocks, local: float, *, together: in
     rates, work = rates_of(gpu.arch), tiled.step
     latency = rates.latency_seconds * gpu.clock_hz / together
     softmax = max(clk.issue + run.masked * clk.masking, clk.exp)
-    ahead = config.num_stages - 1 if work.passing else 0
+    ahead = config.num_stages - 1 if work.streamed else 0
     wait = latency / max(ahead, 1)
     if rates.exposed:
         warps = config.num_warps * together
@@ -274,7 +274,7 @@ def _program_clocks(tiled: Tiled, clk: StepClocks, local: float, *, together: in
     return ProgramClocks(
         step=_overlapped(busy, smem, wait * work.loads) + local,
         latency=latency,
-        epilogue=rates.epilogue * work.result_words / together if work.passing else 0.0,
+        epilogue=rates.epilogue * work.result_words / together if work.streamed else 0.0,
         wait=wait * work.loads,
         exp_after=work.scores_after / gpu.exp_per_clk_per_sm,
         issue_after=after * work.scores_after / ISSUE_PER_CLK,
@@ -290,7 +290,7 @@ def tail_of(
     one_step: float,
     overhead: float,
 ) -> float:
-    """Compute the clocks at the end of a launch of unequal programs in which some SMs are idle.
+    """Return the idle tail of an unbalanced launch [clocks].
 
     The end takes half a program: half a mean program or, if heavy tiles start first, half of one of
     the `in_flight` lightest of the heads that start together. Lengths are assumed to rise evenly to

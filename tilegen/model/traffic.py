@@ -7,17 +7,16 @@ the byte. Masked-off lanes are not loaded, so a ragged tile costs only the rows 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
 import sympy as sp
 
 from tilegen.kernels.config import Kernel
-from tilegen.kernels.layout import PAIRED
+from tilegen.kernels.moved import Moved
 from tilegen.kernels.panels import SCORE_WIDTH, panels_per_group
 from tilegen.kernels.registry import KERNELS
-from tilegen.kernels.spec import Moved
 from tilegen.model import symbols
 from tilegen.model.mask_tables import tree_bytes
 from tilegen.model.splits import splits_of
@@ -80,16 +79,20 @@ parse: Any = sp.sympify
 _SYMBOLS = {name: value for name, value in vars(symbols).items() if isinstance(value, sp.Symbol)}
 
 
-def terms(moved: Iterable[Moved]) -> tuple[Term, ...]:
-    """Parse the words that a kernel's record lists, as SymPy terms."""
+def terms(
+    moved: Iterable[Moved], *, values_in_keys: bool = False, pairs: bool = False
+) -> tuple[Term, ...]:
+    """Parse the words that a kernel's record lists, as SymPy terms. With `values_in_keys` values
+    move with the keys; with `pairs` lse is two numbers a row."""
     return tuple(
         Term(
-            term.tensor,
+            term.tensor.name,
             term.direction,
-            parse(term.words, locals=_SYMBOLS),
-            "fp32" if term.fp32 else "element",
+            parse(term.words, locals=_SYMBOLS) * (2 if pairs and term.tensor.paired else 1),
+            "fp32" if term.tensor.dtype == "fp32" else "element",
         )
         for term in moved
+        if not (values_in_keys and term.tensor.alias)
     )
 
 
@@ -97,12 +100,8 @@ def terms(moved: Iterable[Moved]) -> tuple[Term, ...]:
 def terms_of(
     kernel: Kernel, *, values_in_keys: bool = False, pairs: bool = False
 ) -> tuple[Term, ...]:
-    """Return the terms of a kernel's traffic. With `values_in_keys` values are not read again; with
-    `pairs` lse is two numbers a row. UNMASKED gives the visited rows without a mask."""
-    moved = terms(KERNELS[kernel].traffic)
-    if pairs:
-        moved = tuple(replace(x, words=2 * x.words) if x.tensor in PAIRED else x for x in moved)
-    return tuple(term for term in moved if term.tensor != "v") if values_in_keys else moved
+    """Return the terms of a kernel's traffic. UNMASKED gives the visited rows without a mask."""
+    return terms(KERNELS[kernel].traffic, values_in_keys=values_in_keys, pairs=pairs)
 
 
 UNMASKED = {V_kv: sp.ceiling(N_q / B_r) * N_kv, V_q: sp.ceiling(N_kv / B_c) * N_q}
@@ -143,7 +142,7 @@ def traffic_of(
     """
     task, problem, config = tiled.task, tiled.problem, tiled.config
     counts, splits = visits(tiled, aligned=aligned), splits_of(tiled)
-    width = task.spec.told(config) or score_width
+    width = task.spec.returned(config) or score_width
     rows = task.heads_q * problem.seqlen_q
     arguments = (
         task.heads_kv,

@@ -42,8 +42,8 @@ def visits(tiled: Tiled, *, aligned: bool | None = None) -> Visits:
     if task.spec.masked:
         tile = config.block_m, config.block_n
         return visits_of(task, *tile, aligned=aligned, split_kv=config.split_kv)
-    stays, streamed = task.lengths
-    tiles, steps = -(-stays // config.block_m), 1
+    stationary, streamed = task.lengths
+    tiles, steps = -(-stationary // config.block_m), 1
     if task.joined:
         splits = -(-streamed // task.joined.split_kv)
         steps = -(-splits // config.block_n)
@@ -65,7 +65,7 @@ def visits_of(
     batch-invariant problems, kernels visit the tiles of a split of `split_kv` keys in order, all as
     partial tiles. They visit all tiles of a split unless the mask leaves a single range.
     """
-    problem, side = task.problem, task.spec.stays
+    problem, side = task.problem, task.spec.stationary
     aligned = rows_are_aligned(problem) if aligned is None else aligned
     unit = stride_unit(problem, aligned)
 
@@ -102,11 +102,13 @@ def _visits(problem: AttentionProblem, side: Side, block_m: int, block_n: int, u
         heads=heads,
     )
     padded = -(-seqlen_kv // unit) * unit
-    stays, block, length = (
+    stationary, block, length = (
         (seqlen_q, block_m, padded) if side == "rows" else (padded, block_n, seqlen_q)
     )
     heads = ranges.heads
-    mine = np.minimum(block, stays - block * np.arange(ranges.visited.shape[-1], dtype=np.int64))
+    mine = np.minimum(
+        block, stationary - block * np.arange(ranges.visited.shape[-1], dtype=np.int64)
+    )
     return Visits(
         row_steps=mean_of(int((mine * ranges.visited).sum()), heads),
         cells=mean_of(int((mine * ranges.rows(length)).sum()), heads),

@@ -52,7 +52,7 @@ from tilegen.runtime.call import (
     widened,
 )
 from tilegen.runtime.dilation import group, ungroup
-from tilegen.runtime.paged_call import Form, checked_pages, run_pages, run_without_pairs
+from tilegen.runtime.paged_call import PagedForm, checked_pages, run_pages, run_without_pairs
 
 
 def planned(
@@ -84,7 +84,7 @@ def plan_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Changes)
     recent: Plan | None = plans.by_call.recall(facts)
     if recent is not None:  # the same facts as a recent call, usually that of the layer before
         return recent
-    form = None if changes.pages is None else Form.of(q, k, v, changes.pages)
+    form = None if changes.pages is None else PagedForm.of(q, k, v, changes.pages)
     key = call_key(facts) if form is None else form.key(q, changes)
     known: Plan | None = plans.by_call.known(key)
     plan = known or plans.by_call.get(key, partial(_new_plan, q, k, v, changes, form))
@@ -200,7 +200,7 @@ def _regrouped(
 
 
 def _new_plan(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Changes, form: Form | None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Changes, form: PagedForm | None
 ) -> Plan:
     if changes.pages is not None and form is None:
         return Plan(run_without_pairs, q.shape[-1] ** -0.5, rewrites=True)

@@ -29,7 +29,7 @@ QUERY_AXES = "requests, heads, seqlen, head_dim", "total, heads, head_dim"
 
 
 @dataclass(slots=True, kw_only=True)
-class Form:
+class PagedForm:
     """What the facts of a call over pages determine: sizes, views, and which tensors are copied.
     Forms are never changed, but not frozen: a frozen dataclass takes longer to make."""
 
@@ -53,7 +53,7 @@ class Form:
     """True if kernels can write the caller's tensor for the result."""
 
     @classmethod
-    def of(cls, q: Any, k: Any, v: Any, pages: Pages) -> Form | None:
+    def of(cls, q: Any, k: Any, v: Any, pages: Pages) -> PagedForm | None:
         """Make the form of a call; None if it surely has no queries or no keys. Raises
         InvalidProblem if the arguments do not fit together."""
         k, v = checked_pages(q, k, v, pages)
@@ -112,7 +112,7 @@ class Form:
 
 def run_pages(
     kernels: Kernels | None,
-    form: Form,
+    form: PagedForm,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,

@@ -13,7 +13,7 @@ from tilegen.masks.values import is_checked
 from tilegen.runtime.call import check_axes
 from tilegen.runtime.paged_call import even_starts, page_axes, readable
 
-Pages = tuple[torch.Tensor, torch.Tensor]
+PagePair = tuple[torch.Tensor, torch.Tensor]
 """Pages of keys and of values, each (pages, rows, heads, head dim)."""
 TOKEN_AXES = "tokens, heads, dim"
 WRITTEN_AT_ONCE, REQUESTS_AT_ONCE = 4096, 1024
@@ -103,7 +103,7 @@ def _check_tokens(k: torch.Tensor, v: torch.Tensor, axes: str) -> None:
 
 def _fitting(
     k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, layout: str
-) -> Pages:
+) -> PagePair:
     """Return the pages as views (pages, rows, heads, head dim). Raises InvalidProblem if they
     cannot hold these keys and values."""
     axes = page_axes(layout)
@@ -135,14 +135,14 @@ def _check_device(name: str, x: torch.Tensor, k: torch.Tensor) -> None:
         raise InvalidProblem(f"{name} must be on {k.device} as k is, got {x.device}")
 
 
-def _check_slots(slots: torch.Tensor, pages: Pages) -> None:
+def _check_slots(slots: torch.Tensor, pages: PagePair) -> None:
     room = pages[0].shape[0] * pages[0].shape[1]
     if slots.numel() and not -1 <= int(slots.min()) <= int(slots.max()) < room:
         raise InvalidProblem(f"slots must be -1..{room - 1}, got {slots.tolist()}")
 
 
 def _slots(
-    table: torch.Tensor, lengths: torch.Tensor, starts: torch.Tensor, tokens: int, pages: Pages
+    table: torch.Tensor, lengths: torch.Tensor, starts: torch.Tensor, tokens: int, pages: PagePair
 ) -> torch.Tensor:
     """Return the slot of each token, behind the keys of its request; -1 for tokens outside all
     requests. Raises InvalidProblem for slots beyond the block table, and for decreasing starts."""
@@ -184,7 +184,7 @@ def _runs_kernel(k: torch.Tensor) -> bool:
     return cpu.serves_calls()
 
 
-def _compute(k: torch.Tensor, v: torch.Tensor, pages: Pages, slots: torch.Tensor) -> None:
+def _compute(k: torch.Tensor, v: torch.Tensor, pages: PagePair, slots: torch.Tensor) -> None:
     """Write keys and values to slots with PyTorch."""
     kept = slots >= 0
     at, page = slots[kept].long(), pages[0].shape[1]
@@ -195,7 +195,7 @@ def _compute(k: torch.Tensor, v: torch.Tensor, pages: Pages, slots: torch.Tensor
 def _launch(
     k: torch.Tensor,
     v: torch.Tensor,
-    pages: Pages,
+    pages: PagePair,
     *,
     slots: torch.Tensor | None = None,
     where: tuple[torch.Tensor, ...] | None = None,

@@ -26,7 +26,7 @@ from functools import lru_cache
 from typing import Any
 
 from tilegen.errors import InvalidRecord
-from tilegen.store.floor import too_fast
+from tilegen.store.floor import why_not_credible
 from tilegen.store.record import MAX_RIVALS, TuningRecord
 from tilegen.store.versions import is_credible, release_order
 from tilegen.tuning.measure import tie_limit
@@ -44,19 +44,19 @@ def join(records: Iterable[TuningRecord]) -> TuningRecord:
     """
     latest: dict[str, TuningRecord] = {}
     keys: set[tuple[str, ...]] = set()
-    last_trouble = ""
+    last_reason = ""
     for record in records:
         keys.add(record.key)
         for finding in record.findings:
-            if trouble := no_finding(finding):
-                last_trouble = trouble
+            if reason := why_not_valid(finding):
+                last_reason = reason
                 continue
             machine = finding.source or _measured(finding)
             latest[machine] = max(latest.get(machine, finding), finding, key=_order)
     if len(keys) != 1:
         raise InvalidRecord(f"expected records about one key, got {sorted(keys)}")
     if not latest:
-        raise InvalidRecord(last_trouble)
+        raise InvalidRecord(last_reason)
     kept = sorted(latest.values(), key=_order, reverse=True)[: MAX_RIVALS + 1]
     winner = elect(kept)
     return replace(winner, rivals=tuple(finding for finding in kept if finding is not winner))
@@ -76,12 +76,12 @@ def elect(findings: Sequence[TuningRecord]) -> TuningRecord:
     return min((finding for finding in tied if finding.config == elected), key=_speed)
 
 
-def no_finding(finding: TuningRecord) -> str:
+def why_not_valid(finding: TuningRecord) -> str:
     """Explain why a record is no valid finding: it is unmeasured, or faster than its GPU can be.
     Empty if the finding is valid."""
     if not finding.is_measured:
         return "nobody has measured it, so the model chooses"
-    return too_fast(finding.measurement, finding.problem, finding.gpu, finding.kernel)
+    return why_not_credible(finding.measurement, finding.problem, finding.gpu, finding.kernel)
 
 
 def conditions(record: TuningRecord) -> dict[str, str]:
@@ -92,8 +92,8 @@ def conditions(record: TuningRecord) -> dict[str, str]:
 
 def verdict(winner: TuningRecord, loser: TuningRecord) -> str:
     """Explain why `winner` precedes `loser`; both are findings about one key."""
-    if trouble := no_finding(loser):
-        return f"the other is invalid: {trouble}"
+    if reason := why_not_valid(loser):
+        return f"the other is invalid: {reason}"
     won, lost = winner.measurement.median_us or 0.0, loser.measurement.median_us or 0.0
     times = f"{us_text(won)}, the other {us_text(lost)}"
     if winner.source and winner.source == loser.source:

@@ -7,7 +7,6 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from tilegen.kernels.config import Dim, Kernel
-from tilegen.kernels.loops import WIDTHS
 from tilegen.kernels.registry import KERNELS
 from tilegen.problem import AttentionProblem
 from tilegen.tuning.measure import Measurement
@@ -18,11 +17,11 @@ if TYPE_CHECKING:
 
 ALLOWED = 0.75
 """Smallest credible median, as a part of the bound: some boards beat their catalogue figures."""
-_OF_ROWS = ("q", "out", "dout")
-"""Tensors with a row for each query; keys and values have a row for each key."""
 
 
-def too_fast(measurement: Measurement, problem: AttentionProblem, gpu: str, kernel: Kernel) -> str:
+def why_not_credible(
+    measurement: Measurement, problem: AttentionProblem, gpu: str, kernel: Kernel
+) -> str:
     """Explain why a median is below the time that any launch needs. Empty if it is credible, or the
     GPU is not in the catalogue."""
     median = measurement.median_us
@@ -54,8 +53,8 @@ def _floor_us(problem: AttentionProblem, gpu: str, kernel: Kernel, *, masked: bo
     heads, groups = problem.batch * problem.num_heads_q, problem.batch * problem.num_heads_kv
     # Only reads count: L2 is cleared before a launch, but may keep what the launch writes.
     read = [moved.tensor for moved in kind.floor if moved.direction == "read"]
-    row_dims: list[Dim] = [WIDTHS[tensor] for tensor in read if tensor in _OF_ROWS]
-    key_dims: list[Dim] = [WIDTHS[tensor] for tensor in read if tensor in ("k", "v")]
+    row_dims: list[Dim] = [one.head_dim for one in read if one.side == "rows" and one.head_dim]
+    key_dims: list[Dim] = [one.head_dim for one in read if one.side == "columns" and one.head_dim]
     words = heads * rows * _width(problem, row_dims) + groups * columns * _width(problem, key_dims)
     flops = 2 * heads * entries * _width(problem, kind.products)
     peak = spec.vector_flops_32 if problem.dtype == "fp32" else spec.tensor_flops_16

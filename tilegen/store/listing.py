@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from tilegen.errors import InvalidRecord, TilegenError
 from tilegen.store.files import text_of
 from tilegen.store.lookup import Difference, Found, identity, joined, soft
-from tilegen.store.places import Location, Origin, locations, names, pass_over, read_all
+from tilegen.store.places import Location, Owner, locations, names, pass_over, read_all
 from tilegen.store.reach import Unreachable
 from tilegen.store.record import TuningRecord, path_of_key
 from tilegen.store.versions import Versions
@@ -21,13 +21,13 @@ from tilegen.units import us_text
 
 @dataclass(frozen=True, kw_only=True)
 class Listed:
-    """A record file. `trouble` explains why the file is unusable; empty if it is usable."""
+    """A record file. `reason` explains why the file is unusable; empty if it is usable."""
 
     location: Location
     name: str
     """Path of the file, relative to the location."""
     record: TuningRecord | None
-    trouble: str
+    reason: str
 
     @property
     def file(self) -> str:
@@ -35,7 +35,7 @@ class Listed:
         return self.location.address(self.name)
 
     @property
-    def origin(self) -> Origin:
+    def origin(self) -> Owner:
         """Origin of the location: own, shared or shipped."""
         return self.location.origin
 
@@ -58,8 +58,8 @@ def list_records(
         for name, data in read_all(location, records):
             yield _examine(location, name, data)
         for name in broken:
-            trouble = "was broken and set aside; delete it once you have seen it"
-            yield Listed(location=location, name=name, record=None, trouble=trouble)
+            reason = "was broken and set aside; delete it once you have seen it"
+            yield Listed(location=location, name=name, record=None, reason=reason)
 
 
 def why(
@@ -118,19 +118,19 @@ def why_lines(task: KernelTask, used: Found | None, nearest: Sequence[Found]) ->
 
 
 def _examine(location: Location, name: str, data: bytes | TilegenError | None) -> Listed:
-    record, trouble = None, ""
+    record, reason = None, ""
     try:
         if isinstance(data, TilegenError):
             raise data
         if data is None:
-            trouble = "disappeared while it was read"
+            reason = "disappeared while it was read"
         else:
             record = TuningRecord.from_json(text_of(data))
             if str(record.path) != name != _older_path(record, data):
-                trouble = f"is never found here; it belongs at {location.address(record.path)!r}"
+                reason = f"is never found here; it belongs at {location.address(record.path)!r}"
     except (InvalidRecord, Unreachable) as error:
-        trouble = one_line(error)
-    return Listed(location=location, name=name, record=record, trouble=trouble)
+        reason = one_line(error)
+    return Listed(location=location, name=name, record=record, reason=reason)
 
 
 def _older_path(record: TuningRecord, data: bytes) -> str:

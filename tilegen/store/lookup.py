@@ -17,9 +17,9 @@ from tilegen.errors import InvalidRecord, Unsupported
 from tilegen.gpus.spec import GpuSpec
 from tilegen.problem import AttentionProblem
 from tilegen.store import places
-from tilegen.store.election import conditions, elect, join, no_finding, verdict
+from tilegen.store.election import conditions, elect, join, verdict, why_not_valid
 from tilegen.store.files import Change, Unreadable, text_of
-from tilegen.store.places import Location, Origin, locations
+from tilegen.store.places import Location, Owner, locations
 from tilegen.store.reach import Unreachable
 from tilegen.store.record import OtherSchema, TuningRecord, bucket_of, older_paths, record_path
 from tilegen.store.versions import Versions, is_credible, second_after
@@ -45,7 +45,7 @@ class Found:
 
     record: TuningRecord
     file: str
-    origin: Origin
+    origin: Owner
     differences: tuple[Difference, ...]
     """Differences from the task. `why` lists all. `look_up` lists soft differences, which leave in
     doubt whether the record is still the best, and the GPU of a borrowed record."""
@@ -95,7 +95,9 @@ def look_up(
     where = locations() if where is None else where
     best = None if borrow == "only" else next(request.all(gpu, where), None)
     if best is None and borrow:
-        borrowable = (record for other in like(gpu) for record in request.all(other, where))
+        borrowable = (
+            record for other in similar_devices(gpu) for record in request.all(other, where)
+        )
         best = next(borrowable, None)
     if best is not None and best.borrowed:
         say_once(f"no measured record for {gpu.name}: record {best.file!r} is borrowed")
@@ -139,8 +141,8 @@ class _Asked:
             if not (findings := self._possible(record, file)):
                 continue
             record = self._best_of(findings)
-            if trouble := illegal(task.tiled(record.config)):
-                say_once(f"record {file!r} skipped: {trouble}")
+            if reason := why_not_legal(task.tiled(record.config)):
+                say_once(f"record {file!r} skipped: {reason}")
                 continue
             borrowed = gpu is not runs_on
             pairs = {"gpu": (runs_on.name, gpu.name)} if borrowed else {}
@@ -158,11 +160,11 @@ class _Asked:
 
     def _possible(self, record: TuningRecord, file: str) -> tuple[TuningRecord, ...]:
         """Return the valid findings of a record, the winner first; log an invalid finding."""
-        troubles = {finding: no_finding(finding) for finding in record.findings}
-        if trouble := next(filter(None, troubles.values()), ""):
-            say_once(f"record {file!r}: a finding is skipped: {trouble}")
-        valid = tuple(finding for finding in record.findings if not troubles[finding])
-        return join(valid).findings if valid and trouble else valid
+        reasons = {finding: why_not_valid(finding) for finding in record.findings}
+        if reason := next(filter(None, reasons.values()), ""):
+            say_once(f"record {file!r}: a finding is skipped: {reason}")
+        valid = tuple(finding for finding in record.findings if not reasons[finding])
+        return join(valid).findings if valid and reason else valid
 
     def _best_of(self, findings: Sequence[TuningRecord]) -> TuningRecord:
         """Choose the winner, or a rival if only rivals match the present versions and template."""
@@ -202,7 +204,7 @@ def _check(data: bytes) -> None:
         _parsed(text_of(data))
 
 
-def like(device: Device) -> list[Device]:
+def similar_devices(device: Device) -> list[Device]:
     """List the catalogue's other devices of the same architecture, nearest first: GPUs by number of
     SMs, bandwidths of DRAM and L2, and shared memory, processors by rates and caches."""
     from tilegen.cpus import spec as cpus
@@ -221,7 +223,7 @@ def _far(device: Device, other: Device) -> float:
     return sum(abs(math.log2(getattr(device, name) / getattr(other, name))) for name in traits)
 
 
-def illegal(tiled: Tiled) -> str:
+def why_not_legal(tiled: Tiled) -> str:
     """Explain why a config cannot run on a device; empty if no reason is known."""
     if not isinstance(tiled.device, GpuSpec):
         return ""

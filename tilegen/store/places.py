@@ -23,11 +23,11 @@ from tilegen.store.reach import Unreachable, ask, shown
 from tilegen.store.trials import MAX_TRIALS_BYTES
 from tilegen.tuning.measure import one_line
 
-Origin = Literal["own", "shared", "shipped"]
+Owner = Literal["own", "shared", "shipped"]
 ENTRY_POINTS = "tilegen.caches"
 """Group of entry points through which packages add shared locations: each is a text or a path."""
-Kind = Literal["records", "trials", "broken"]
-_NAMES: dict[Kind, tuple[str, str]] = {
+FileKind = Literal["records", "trials", "broken"]
+_NAMES: dict[FileKind, tuple[str, str]] = {
     "records": ("", ".json"),
     "trials": ("trials/", ".jsonl"),
     "broken": ("", files.BROKEN),
@@ -41,7 +41,7 @@ class Location:
     """A folder or URL of records, laid out as cache/README.md describes."""
 
     url: str
-    origin: Origin
+    origin: Owner
 
     @cached_property
     def folder(self) -> Path | None:
@@ -142,7 +142,7 @@ def set_aside(location: Location, path: PurePath | str, parse: Callable[[bytes],
     return ""
 
 
-def names(location: Location, what: Kind) -> list[str]:
+def names(location: Location, what: FileKind) -> list[str]:
     """List the files of a kind by their paths, relative to the location. Raises Unreachable."""
     parents, suffix = _NAMES[what]
     if (folder := location.folder) is None:

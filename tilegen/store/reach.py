@@ -45,8 +45,8 @@ def ask(
     Raises Unreachable if the request fails, or at once if the location failed within DOWN_SECONDS;
     `again` ignores earlier failures. A TilegenError of the request passes through.
     """
-    if not again and (trouble := _trouble(url)):
-        raise Unreachable(trouble)
+    if not again and (reason := _why_not_contacted(url)):
+        raise Unreachable(reason)
     seconds = ANSWER_SECONDS if seconds is None else seconds
     answer: Future[T] = Future()
 
@@ -63,16 +63,16 @@ def ask(
     except TilegenError:
         raise
     except TimeoutError:
-        trouble = f"did not answer within {seconds:g} s"
+        reason = f"did not answer within {seconds:g} s"
     except ImportError as error:
-        trouble = f"needs a package that is not installed: {one_line(error)}"
+        reason = f"needs a package that is not installed: {one_line(error)}"
     except Exception as error:  # errors of botocore, aiohttp and others share no base class
         message = getattr(error, "strerror", None) or one_line(error)
-        trouble = f"cannot be reached: {message}"
-    _down[url] = time.monotonic(), trouble
+        reason = f"cannot be reached: {message}"
+    _down[url] = time.monotonic(), reason
     with contextlib.suppress(TilegenError):
-        write_whole(_mark(url), trouble.encode())
-    raise Unreachable(trouble)
+        write_whole(_mark(url), reason.encode())
+    raise Unreachable(reason)
 
 
 def copies(url: str) -> Path:
@@ -93,12 +93,12 @@ def _mark(url: str) -> Path:
     return copies(url) / "down"
 
 
-def _trouble(url: str) -> str:
+def _why_not_contacted(url: str) -> str:
     """Explain why a location should not be contacted now; empty if it may be."""
     if url in _down:
-        when, trouble = _down[url]
+        when, reason = _down[url]
         if time.monotonic() - when < DOWN_SECONDS:
-            return trouble
+            return reason
         del _down[url]
         return ""
     with contextlib.suppress(OSError, UnicodeDecodeError):

@@ -108,18 +108,18 @@ def update(url: str, path: str, change: Change, limit: int) -> str:
 
     def step() -> bool:
         nonlocal note
-        trouble = ""
+        reason = ""
         data, tag = None, None
         try:
             data, tag = _get(url, path, limit)
             new = change(data)
         except InvalidRecord as error:
-            trouble = one_line(error)
+            reason = one_line(error)
             new = change(None)
         if new is None or new == data:
             return True
-        if trouble:
-            note = f"the earlier file was not a record ({trouble})"
+        if reason:
+            note = f"the earlier file was not a record ({reason})"
             if data is not None:
                 _put(url, path + BROKEN, data, None)
                 note += f" and is kept as {path + BROKEN!r}"

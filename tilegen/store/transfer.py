@@ -14,7 +14,7 @@ from tilegen.disk import write_whole
 from tilegen.errors import InvalidRecord, TilegenError, Unsupported
 from tilegen.kernels.config import Kernel
 from tilegen.store import places
-from tilegen.store.election import join, no_finding
+from tilegen.store.election import join, why_not_valid
 from tilegen.store.fields import parse_json
 from tilegen.store.files import text_of
 from tilegen.store.listing import list_records
@@ -41,7 +41,7 @@ Action = Literal["added", "changed", "same", "refused"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moved:
+class Transferred:
     """Outcome of joining one file of records or trials."""
 
     file: str
@@ -53,7 +53,7 @@ class Moved:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class Selection:
     """A selection of records by GPU and kernel; None selects all."""
 
     gpu: str | None = None
@@ -64,12 +64,12 @@ class Wanted:
         return (self.gpu is None or slug(self.gpu) == gpu) and self.kernel in (None, kernel)
 
 
-ALL = Wanted()
+ALL = Selection()
 
 
 def merge(
-    sources: Sequence[Location], target: Location, *, wanted: Wanted = ALL, dry_run: bool = False
-) -> Iterator[Moved]:
+    sources: Sequence[Location], target: Location, *, wanted: Selection = ALL, dry_run: bool = False
+) -> Iterator[Transferred]:
     """Join the records and trials of `sources` into `target`; yield the outcome of each file.
 
     The result does not depend on the order of the sources. Raises Unsupported if the target cannot
@@ -85,13 +85,15 @@ def merge(
             unreachable.append(f"{source.address()!r} {error}")
             continue
         for listed in listing:
-            if (record := listed.record) is None or listed.trouble:
-                yield Moved(file=listed.file, action="refused", reason=listed.trouble)
+            if (record := listed.record) is None or listed.reason:
+                yield Transferred(file=listed.file, action="refused", reason=listed.reason)
             elif wanted.has(slug(record.gpu), record.kernel):
                 yield put(record, target, dry_run=dry_run)
         for name, data in _trials(source, wanted):
             if isinstance(data, TilegenError):
-                yield Moved(file=source.address(name), action="refused", reason=one_line(data))
+                yield Transferred(
+                    file=source.address(name), action="refused", reason=one_line(data)
+                )
             else:
                 yield put_trials(name, [data], target, dry_run=dry_run)
     if unreachable:
@@ -102,23 +104,23 @@ def merge(
 
 def put(
     record: TuningRecord, target: Location, *, dry_run: bool = False, alone: bool = False
-) -> Moved:
+) -> Transferred:
     """Join a record into `target`; `alone` stores the winner without its rivals."""
     try:
         with _naming(target):
             saved = save(record, location=target, dry_run=dry_run, alone=alone)
     except (OtherTilegen, InvalidRecord) as error:
         where = target.address(record.path)
-        return Moved(file=where, action="refused", reason=one_line(error))
+        return Transferred(file=where, action="refused", reason=one_line(error))
     action: Action = "changed" if saved.written else "same"
     if saved.written and saved.reason == "there was no record":
         action = "added"
-    return Moved(file=saved.file, action=action, reason=saved.reason)
+    return Transferred(file=saved.file, action=action, reason=saved.reason)
 
 
 def put_trials(
     name: str, contents: Sequence[bytes], target: Location, *, dry_run: bool = False
-) -> Moved:
+) -> Transferred:
     """Join lines of trials into the file `name` of `target`."""
     _, kernel = of_trials(name)
     before, after = b"", b""
@@ -146,7 +148,7 @@ def put_trials(
             places.update(target, name, change, MAX_TRIALS_BYTES)
     new = after.count(b"\n") - before.count(b"\n")
     action: Action = "same" if after == before else "changed" if before else "added"
-    return Moved(file=target.address(name), action=action, reason=f"{max(0, new)} new trials")
+    return Transferred(file=target.address(name), action=action, reason=f"{max(0, new)} new trials")
 
 
 @contextlib.contextmanager
@@ -159,39 +161,39 @@ def _naming(target: Location) -> Generator[None, None, None]:
 
 
 def promote(
-    sources: Sequence[Location], target: Location, *, wanted: Wanted = ALL, dry_run: bool = False
-) -> Iterator[Moved]:
+    sources: Sequence[Location], target: Location, *, wanted: Selection = ALL, dry_run: bool = False
+) -> Iterator[Transferred]:
     """Join the winners of `sources`, without rivals, into the folder that ships with the package;
     yield the outcome of each. Unmeasured winners are refused."""
     for listed in list_records(sources):
         record = listed.record
-        if record is None or listed.trouble or not wanted.has(slug(record.gpu), record.kernel):
+        if record is None or listed.reason or not wanted.has(slug(record.gpu), record.kernel):
             continue
         yield put(record, target, dry_run=dry_run, alone=True)
 
 
 def export(
-    sources: Sequence[Location], file: Path, *, wanted: Wanted = ALL, dry_run: bool = False
-) -> list[Moved]:
+    sources: Sequence[Location], file: Path, *, wanted: Selection = ALL, dry_run: bool = False
+) -> list[Transferred]:
     """Write the records and trials of `sources` to one file; return the outcome of each file.
 
     Each line is a JSON object: a header, then the records, then trials in groups of at most
     `TRIALS_OF_A_LINE`.
     """
     records: dict[str, TuningRecord] = {}
-    moved: list[Moved] = []
+    moved: list[Transferred] = []
     for listed in list_records(sources):
         record = listed.record
-        if trouble := listed.trouble or (no_finding(record) if record else ""):
-            moved.append(Moved(file=listed.file, action="refused", reason=trouble))
+        if reason := listed.reason or (why_not_valid(record) if record else ""):
+            moved.append(Transferred(file=listed.file, action="refused", reason=reason))
         elif record and wanted.has(slug(record.gpu), record.kernel):
             known = records.get(listed.name)
             if known is not None and known.key != record.key:
                 reason = f"another location has one about {known.key} at its place"
-                moved.append(Moved(file=listed.file, action="refused", reason=reason))
+                moved.append(Transferred(file=listed.file, action="refused", reason=reason))
                 continue
             records[listed.name] = record if known is None else join([known, record])
-            moved.append(Moved(file=listed.file, action="added"))
+            moved.append(Transferred(file=listed.file, action="added"))
     lines: list[Any] = [{"record": json.loads(records[name].to_json())} for name in sorted(records)]
     for source in sources:
         for name, data in _trials(source, wanted):
@@ -199,11 +201,13 @@ def export(
                 entries = _exports_of(name, data)
             except TilegenError as error:
                 reason = one_line(error)
-                moved.append(Moved(file=source.address(name), action="refused", reason=reason))
+                moved.append(
+                    Transferred(file=source.address(name), action="refused", reason=reason)
+                )
                 continue
             if entries:
                 lines += entries
-                moved.append(Moved(file=source.address(name), action="added"))
+                moved.append(Transferred(file=source.address(name), action="added"))
     lines.insert(0, {"tilegen_export": EXPORT, "lines": len(lines) + 1})
     if not dry_run:
         text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
@@ -211,7 +215,7 @@ def export(
     return moved
 
 
-def import_(file: Path, target: Location, *, dry_run: bool = False) -> Iterator[Moved]:
+def import_(file: Path, target: Location, *, dry_run: bool = False) -> Iterator[Transferred]:
     """Join a file that `export` wrote into `target`; yield the outcomes. Broken lines are refused.
 
     Raises Unsupported if `export` did not write the file, and at the end if lines are missing.
@@ -233,7 +237,7 @@ def import_(file: Path, target: Location, *, dry_run: bool = False) -> Iterator[
                             f"{error}"
                         ) from None
                     is_torn = not line.endswith(b"\n")
-                    yield Moved(file=where, action="refused", reason=one_line(error))
+                    yield Transferred(file=where, action="refused", reason=one_line(error))
     except OSError as error:
         raise Unsupported(f"cannot read {str(file)!r}: {error.strerror}") from error
     if number < expected or is_torn:
@@ -255,7 +259,7 @@ def _lines(file: Any) -> Iterator[bytes]:
         yield line
 
 
-def _import_line(line: bytes, target: Location, dry_run: bool) -> Iterator[Moved]:
+def _import_line(line: bytes, target: Location, dry_run: bool) -> Iterator[Transferred]:
     fields = parse_json(text_of(line))
     if "record" in fields.values:
         record = TuningRecord.from_json(json.dumps(fields.group("record").values))
@@ -293,7 +297,7 @@ def _problem_of(lines: Sequence[bytes]) -> str:
     raise OtherSchema("a newer tilegen wrote all lines; use the tilegen that wrote them")
 
 
-def _trials(source: Location, wanted: Wanted) -> Iterator[tuple[str, bytes | TilegenError]]:
+def _trials(source: Location, wanted: Selection) -> Iterator[tuple[str, bytes | TilegenError]]:
     """Yield the name of each selected file of trials, with its content or the error of reading."""
     try:
         names = places.names(source, "trials")
@@ -305,7 +309,7 @@ def _trials(source: Location, wanted: Wanted) -> Iterator[tuple[str, bytes | Til
             yield name, data
 
 
-def summary(moved: Iterable[Moved]) -> str:
+def summary(moved: Iterable[Transferred]) -> str:
     """Count the files by action, in a line: added, changed, same, refused."""
     counts = dict.fromkeys(("added", "changed", "same", "refused"), 0)
     for outcome in moved:

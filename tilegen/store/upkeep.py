@@ -15,10 +15,10 @@ from tilegen.errors import InvalidRecord, TilegenError, Unsupported
 from tilegen.gpus.spec import catalogue
 from tilegen.kernels.registry import KERNELS
 from tilegen.store import places
-from tilegen.store.election import join, no_finding
+from tilegen.store.election import join, why_not_valid
 from tilegen.store.files import inside, only_writer, text_of
 from tilegen.store.listing import Listed, list_records
-from tilegen.store.lookup import illegal
+from tilegen.store.lookup import why_not_legal
 from tilegen.store.places import Location
 from tilegen.store.reach import Unreachable
 from tilegen.store.record import OtherSchema, TuningRecord
@@ -38,29 +38,29 @@ COPY_SECONDS = 7 * 24 * 3600.0
 
 @dataclass(frozen=True, kw_only=True)
 class Checked:
-    """A file of a store, or a location that does not answer. `trouble` is empty if all is well."""
+    """A file of a store, or a location that does not answer. `reason` is empty if all is well."""
 
     file: str
-    trouble: str
+    reason: str
 
 
 def check(where: Sequence[Location]) -> Iterator[Checked]:
-    """Check every file of records and trials; yield each with its trouble. Changes nothing."""
+    """Check every file of records and trials; yield each with the reason. Changes nothing."""
     for location in where:
         for listed in list_records([location]):
-            trouble = listed.trouble or (_trouble(listed.record) if listed.record else "")
-            yield Checked(file=listed.file, trouble=trouble)
+            reason = listed.reason or (_why_not_right(listed.record) if listed.record else "")
+            yield Checked(file=listed.file, reason=reason)
         try:
             names = places.names(location, "trials")
         except Unreachable as error:
-            yield Checked(file=location.address(), trouble=one_line(error))
+            yield Checked(file=location.address(), reason=one_line(error))
             continue
         for name, data in places.read_all(location, names, MAX_TRIALS_BYTES):
-            trouble = one_line(data) if isinstance(data, TilegenError) else _bad_lines(name, data)
-            yield Checked(file=location.address(name), trouble=trouble)
+            reason = one_line(data) if isinstance(data, TilegenError) else _bad_lines(name, data)
+            yield Checked(file=location.address(name), reason=reason)
 
 
-def _trouble(record: TuningRecord) -> str:
+def _why_not_right(record: TuningRecord) -> str:
     """Describe the first mistake in a readable record; empty if there is none."""
     specs = {spec.name: spec for spec in catalogue()}
     if (spec := specs.get(record.gpu)) is not None:
@@ -68,10 +68,10 @@ def _trouble(record: TuningRecord) -> str:
             return f"arch must be {spec.arch}, that of {spec.name}, got {record.arch}"
         for finding in record.findings:
             tiled = Tiled.of(finding.kernel, finding.problem, spec, finding.config)
-            if trouble := illegal(tiled):
-                return trouble
-    if troubles := list(filter(None, map(no_finding, record.findings))):
-        return troubles[0]
+            if reason := why_not_legal(tiled):
+                return reason
+    if reasons := list(filter(None, map(why_not_valid, record.findings))):
+        return reasons[0]
     dates = [finding.date for finding in record.findings]
     if future := [date for date in dates if not is_credible(date)]:
         return f"date must be at most a day ahead of this machine's clock, got {future[0]}"

@@ -24,10 +24,10 @@ from tilegen.model.symbols import (
     w,
 )
 
-Pattern = Literal["dense", "causal", "window", "block_diagonal", "unstructured", "degree"]
+MaskPattern = Literal["dense", "causal", "window", "block_diagonal", "unstructured", "degree"]
 
 
-def spanned(pattern: Pattern) -> sp.Expr:
+def spanned(pattern: MaskPattern) -> sp.Expr:
     """Return `e_G(k)` of one head (g = 1) as an expression of k; N, w, b and s describe the mask.
 
     dense: I and J as equal as possible. causal, N x N: the last rows and the first columns, minus
@@ -69,7 +69,7 @@ def unstructured_limit(doubt: float = 1e-3) -> sp.Expr:
     return sp.Min(cells, s * cells + sp.sqrt(cells * count / 2))
 
 
-def pattern_bound(pattern: Pattern) -> sp.Expr:
+def pattern_bound(pattern: MaskPattern) -> sp.Expr:
     """Return the pattern-aware bound in words, for H_kv heads (g = 1) on P processors of M words.
 
     Q >= M (nnz / (e_G(floor(2M / d)) + 4M) - 1): a part of the computation that touches 2M words

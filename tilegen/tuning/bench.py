@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from tilegen.compiling.acceptable import hindrance, objection, spill_objection
+from tilegen.compiling.acceptable import why_not_run, why_not_spilled, why_not_used
 from tilegen.device import Device
 from tilegen.errors import BuildFailed, TilegenError, Unsupported, WrongResult
 from tilegen.gpus.spec import GpuSpec
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 
 Measure = Callable[[TileConfig], Measurement]
-Compile = Callable[[Sequence[TileConfig]], Iterable[tuple[TileConfig, Resources | BuildFailed]]]
+CompileAll = Callable[[Sequence[TileConfig]], Iterable[tuple[TileConfig, Resources | BuildFailed]]]
 """Function that compiles configs without the GPU, and yields each as it finishes, in any order."""
-Check = Callable[[TileConfig], Measurement | None]
+CheckConfig = Callable[[TileConfig], Measurement | None]
 """Function that returns None if a config's results are right; otherwise a measurement, whose
 message describes the mistake."""
 
@@ -45,8 +45,8 @@ DEVICE = "cuda:0"
 """Device on which configs are timed."""
 
 
-def safe(kernel: Kernel) -> TileConfig:
-    """Return the smallest config of a kernel, which runs on every GPU and for every problem."""
+def smallest_config(kernel: Kernel) -> TileConfig:
+    """Return the smallest config of a kernel: it runs on every GPU and for every problem."""
     knobs = KERNELS[kernel].knobs
     return TileConfig(
         block_m=knobs.block_m[0],
@@ -63,8 +63,8 @@ class Bench:
     """The functions that compile, measure and check configs; a step that is None is left out."""
 
     measure: Measure
-    compile: Compile | None = None
-    check: Check | None = None
+    compile: CompileAll | None = None
+    check: CheckConfig | None = None
     confirm: Callable[[TileConfig], bool] | None = None
     """Compares a config with `in_hand` once more; False if it is not surely faster."""
     resume: Callable[[Measurement], None] | None = None
@@ -133,9 +133,9 @@ def refused(built: Resources | BuildFailed, gpu: Device) -> Measurement | None:
     if isinstance(built, BuildFailed):
         return failed(built)
     assert isinstance(gpu, GpuSpec), gpu  # configs for a processor are compiled as they are timed
-    if reason := hindrance(built, gpu):
+    if reason := why_not_run(built, gpu):
         return Measurement(status="out_of_resources", message=reason)
-    if reason := objection(built, gpu):
+    if reason := why_not_used(built, gpu):
         return Measurement(status="declined", message=reason)
     return None
 
@@ -143,14 +143,14 @@ def refused(built: Resources | BuildFailed, gpu: Device) -> Measurement | None:
 def as_tuned(measurement: Measurement, spill_bytes: int) -> Measurement:
     """Replace the time of a kernel that spills much by a failure. The tuner times such kernels only
     if no other config runs."""
-    reason = spill_objection(spill_bytes)
+    reason = why_not_spilled(spill_bytes)
     return Measurement(status="declined", message=reason) if reason else measurement
 
 
 class Ahead:
     """A thread that compiles the configs to be measured next."""
 
-    def __init__(self, compile_all: Compile) -> None:
+    def __init__(self, compile_all: CompileAll) -> None:
         self._compile_all = compile_all
         self._built: dict[TileConfig, Future[Resources | BuildFailed]] = {}
         self._batches: SimpleQueue[Sequence[TileConfig] | None] = SimpleQueue()
@@ -187,7 +187,7 @@ class Ahead:
                     self._built[config].set_exception(error)
 
 
-def _generator(compile_all: Compile, batch: Sequence[TileConfig]) -> Any:
+def _generator(compile_all: CompileAll, batch: Sequence[TileConfig]) -> Any:
     yield from compile_all(batch)
 
 
@@ -311,16 +311,16 @@ def make_launches(task: KernelTask, device: str) -> list[tuple[Any, ...]]:
         def launch(*arguments: Any) -> Any:
             if spec.name == kernel:
                 recorded.append(arguments)
-            named = dict(zip(spec.given, arguments, strict=True))
+            named = dict(zip(spec.parameters, arguments, strict=True))
             results: list[Any] = []
-            for name in spec.made:
+            for name in spec.allocated:
                 width = keys if spec.parts else SCORE_WIDTH
-                like = allocate(name, named, 8, width, problem.pair_lse)
+                like = allocate(spec, name, named, 8, width, pairs=problem.pair_lse)
                 # Panels of the same size share a tensor.
                 if (key := (name, like.shape)) not in outputs:
                     outputs[key] = random(like.shape, like.dtype)
                 results.append(outputs[key])
-            results += [SCORE_WIDTH] if spec.tells else []
+            results += [SCORE_WIDTH] if spec.returns else []
             return results[0] if len(results) == 1 else tuple(results)
 
         return launch
@@ -337,7 +337,7 @@ def make_launches(task: KernelTask, device: str) -> list[tuple[Any, ...]]:
         return recorded
     out, dout = random((*rows, v_dim)), random((*rows, v_dim))
     delta = delta_of(launches, out, dout)
-    if "delta" not in task.spec.made:
+    if "delta" not in task.spec.allocated:
         # The lse of a dense forward on such inputs, whose logits are normal with variance 1.
         pair = (2,) if problem.pair_lse else ()
         shape = *rows[:2], *pair, rows[2]
@@ -358,17 +358,19 @@ def check_config(
     from tilegen.check.sizes import reduced
 
     small = reduced(problem)
-    others: dict[Kernel, TileConfig] = {name: safe(name) for name in partners(kernel, problem)}
-    trouble = _trouble(small, {**others, kernel: config}, kernel, device)
-    if len(others) == 1 or trouble is None:
-        return trouble
-    if (theirs := _trouble(small, others, kernel, device)) is not None:
+    others: dict[Kernel, TileConfig] = {
+        name: smallest_config(name) for name in partners(kernel, problem)
+    }
+    mistake = _mistake(small, {**others, kernel: config}, kernel, device)
+    if len(others) == 1 or mistake is None:
+        return mistake
+    if (theirs := _mistake(small, others, kernel, device)) is not None:
         raise WrongResult(
-            f"expected kernels that are right with the smallest tiles ({safe(kernel).key}), to "
-            f"check {kernel} with; for '{small}' they are {theirs.failure}; "
-            f"look closer: tilegen verify '{small}'"
+            "expected kernels that are right with the smallest tiles "
+            f"({smallest_config(kernel).key}), to check {kernel} with; "
+            f"for '{small}' they are {theirs.failure}; look closer: tilegen verify '{small}'"
         )
-    return trouble
+    return mistake
 
 
 def partners(kernel: Kernel, problem: AttentionProblem) -> tuple[Kernel, ...]:
@@ -377,7 +379,7 @@ def partners(kernel: Kernel, problem: AttentionProblem) -> tuple[Kernel, ...]:
     return family.names if family.direction == "forward" else (*Q_STATIONARY.names, *family.names)
 
 
-def _trouble(
+def _mistake(
     problem: AttentionProblem,
     configs: dict[Kernel, TileConfig],
     kernel: Kernel,
@@ -390,7 +392,7 @@ def _trouble(
         checks = verify(problem, configs, device=device)
     except Exception as error:  # as in `measure`: any error of a kernel is a result
         return survived(error)
-    shown = KERNELS[kernel].shows
+    shown = KERNELS[kernel].checked_by
     own = (check for check in checks if check.tensor.rstrip("0123456789") in shown)
     wrong = [str(check) for check in own if not check.ok]
     return Measurement(status="wrong", message=one_line(wrong[0])) if wrong else None

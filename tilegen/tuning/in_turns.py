@@ -32,7 +32,7 @@ from tilegen.store.files import locked
 from tilegen.tuning.measure import MAX_REPEATS, Measurement, failed, one_line, summarise
 from tilegen.tuning.search import quiet_study
 
-Launch = Callable[[], object]
+TimedFunction = Callable[[], object]
 Pairs = list[tuple[float, float]]
 """Times of two launches in turns [s]."""
 PAIRS, MOST_PAIRS, SECONDS = 5, 200, 0.4
@@ -50,8 +50,8 @@ WAIT = 600.0
 
 
 def pairs_of(
-    launch: Launch,
-    other: Launch,
+    launch: TimedFunction,
+    other: TimedFunction,
     *,
     least: int = PAIRS,
     seconds: float,
@@ -79,13 +79,13 @@ class InTurns:
     """Times the configs of a kernel in turns with the config in hand, the model's choice."""
 
     def __init__(
-        self, in_hand: TileConfig, prepare: Callable[[], Callable[[TileConfig], Launch]]
+        self, in_hand: TileConfig, prepare: Callable[[], Callable[[TileConfig], TimedFunction]]
     ) -> None:
         """`prepare` makes inputs, and returns a function that returns the launches of a config."""
         self.in_hand, self._prepare = in_hand, prepare
-        self._runs: dict[TileConfig, Launch] = {}
+        self._runs: dict[TileConfig, TimedFunction] = {}
         self._base = 0.0
-        self._run_of: Callable[[TileConfig], Launch] | None = None
+        self._run_of: Callable[[TileConfig], TimedFunction] | None = None
         # A trial of this study is one measurement, an intermediate value the least time of its
         # pairs over the time of the best config so far.
         pruner = optuna.pruners.ThresholdPruner(upper=CLEAR, n_warmup_steps=LOSING - 1)
@@ -134,7 +134,7 @@ class InTurns:
         trial.report(min(b / a for a, b in pairs) / self._best, len(pairs) - 1)
         return trial.should_prune()
 
-    def _run(self, config: TileConfig) -> Launch:
+    def _run(self, config: TileConfig) -> TimedFunction:
         """Return the launches of a config on inputs that all configs share, compiled."""
         if config not in self._runs:
             if self._run_of is None:
@@ -186,7 +186,7 @@ def _lock() -> Generator[None]:
         yield
 
 
-def _seconds(launch: Launch) -> float:
+def _seconds(launch: TimedFunction) -> float:
     """Return the time of a launch by this thread's clock [s]."""
     started = time.thread_time()
     launch()

@@ -16,7 +16,7 @@ from tilegen.errors import InvalidRecord
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.problem import AttentionProblem
 from tilegen.store.files import Locked, inside, locked, only_writer
-from tilegen.store.floor import too_fast
+from tilegen.store.floor import why_not_credible
 from tilegen.store.places import Location, locations, read_trials
 from tilegen.store.record import OtherSchema
 from tilegen.store.trials import Conditions, Trial, parse_trial, trial_line, trials_path
@@ -83,8 +83,8 @@ class TrialLog:
         if (parsed := parse_trial(line, self._kernel, self._conditions)) is None:
             return None
         trial = parsed[0]
-        if trouble := too_fast(trial.measurement, self._problem, self._gpu, self._kernel):
-            raise InvalidRecord(trouble)
+        if reason := why_not_credible(trial.measurement, self._problem, self._gpu, self._kernel):
+            raise InvalidRecord(reason)
         return trial
 
 

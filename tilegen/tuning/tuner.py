@@ -27,7 +27,7 @@ from tilegen.store import (
 from tilegen.store.trials import Conditions, Trial, of_one_binary, one_binary_line
 from tilegen.store.versions import versions_for
 from tilegen.task import KernelTask
-from tilegen.tuning.bench import Ahead, Bench, Check, Compile, Measure, real_bench, refused
+from tilegen.tuning.bench import Ahead, Bench, CheckConfig, CompileAll, Measure, real_bench, refused
 from tilegen.tuning.measure import DeviceLost, Measurement, tie_limit
 from tilegen.tuning.report import Report, describe
 from tilegen.tuning.search import Search
@@ -56,8 +56,8 @@ def tune(
     trials: int | None = None,
     seconds: float | None = None,
     measure: Measure | None = None,
-    compile: Compile | None = None,
-    check: Check | None = None,
+    compile: CompileAll | None = None,
+    check: CheckConfig | None = None,
     bench: Bench | None = None,
     candidates: Sequence[Candidate] | None = None,
     space: Sequence[TileConfig] | None = None,
@@ -321,17 +321,17 @@ class _Run:
         while (best := pick(self.trials, self.bench.in_hand)) and best not in self._right:
             started = time.monotonic()
             try:
-                trouble = self.bench.check(best) if self.bench.check else None
+                mistake = self.bench.check(best) if self.bench.check else None
             except DeviceLost as lost:
                 self._keep(best, lost.measurement, started, device_lost=True)
                 right = {c: trial for c, trial in self.trials.items() if c in self._right}
                 self.winner = pick(right, self.bench.in_hand)
                 raise
-            if trouble is None:
+            if mistake is None:
                 self._right.add(best)
             else:
-                self._keep(best, trouble, started)
-                self.report.say(f"{best!r} is fastest but {trouble.failure}")
+                self._keep(best, mistake, started)
+                self.report.say(f"{best!r} is fastest but {mistake.failure}")
         self.winner = best
 
 

@@ -21,7 +21,7 @@ WIDTHS = (("128", 16), ("64", 8), ("U16", 2), ("S16", 2), ("U8", 1), ("S8", 1))
 
 
 @dataclass(frozen=True)
-class Product:
+class CountedProduct:
     """One matrix instruction: rows x columns x depth, for all threads that issue it together."""
 
     rows: int
@@ -55,7 +55,7 @@ class LoopCode:
     depth: int
     units: Counter[Unit]
     """Instructions by the unit that executes them."""
-    products: Counter[Product]
+    products: Counter[CountedProduct]
     shared_bytes: int
     """Bytes that loads and stores of shared memory move."""
     local_words: int
@@ -133,22 +133,26 @@ def _pairs(instruction: Instruction) -> bool:
     return instruction.opcode.startswith(("FFMA2", "FADD2", "FMUL2"))
 
 
-def _product(body: Sequence[Instruction], at: int, instruction: Instruction) -> Product | None:
+def _product(
+    body: Sequence[Instruction], at: int, instruction: Instruction
+) -> CountedProduct | None:
     """Return the shape of a matrix instruction; None for any other."""
     if match := re.match(r"[HQI]GMMA\.(?:SP\.)?(\d+)x(\d+)x(\d+)", instruction.opcode):
         first = instruction.operands.split(",")[1].strip()
         homes = "SS" if first.startswith("gdesc") else "RS"
-        return Product(int(match[1]), int(match[2]), int(match[3]), homes, WARPS_OF_GROUP)
+        return CountedProduct(int(match[1]), int(match[2]), int(match[3]), homes, WARPS_OF_GROUP)
     if match := re.match(r"[HQI]MMA\.(\d{4,5})\b", instruction.opcode):  # 16816: 16 x 8 x 16
         rows, columns, depth = int(match[1][:2]), int(match[1][2]), int(match[1][3:])
-        return Product(rows, columns, depth, "RR", 1)
+        return CountedProduct(rows, columns, depth, "RR", 1)
     if instruction.opcode.startswith("UTC") and "MMA" in instruction.opcode:
         rows, columns = _described(body, at)
         first, second = (name.strip()[0] for name in instruction.operands.split(",")[:2])
         depth = 16 if instruction.opcode.startswith("UTCH") else 32
-        return Product(rows, columns, depth, HOMES.get(first, "?") + HOMES.get(second, "?"), 0)
+        return CountedProduct(
+            rows, columns, depth, HOMES.get(first, "?") + HOMES.get(second, "?"), 0
+        )
     if match := re.match(r"v_mfma_f32_(\d+)x(\d+)x(\d+)_", instruction.opcode):
-        return Product(int(match[1]), int(match[2]), int(match[3]), "RR", 1)
+        return CountedProduct(int(match[1]), int(match[2]), int(match[3]), "RR", 1)
     return None
 
 

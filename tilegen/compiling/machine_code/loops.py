@@ -15,7 +15,7 @@ from tilegen.compiling.machine_code.instructions import Instruction
 
 
 @dataclass(frozen=True)
-class Loop:
+class MachineLoop:
     """One loop, without the instructions of the loops inside of it."""
 
     first: int
@@ -25,7 +25,7 @@ class Loop:
     instructions: tuple[Instruction, ...]
 
 
-def loops_of(code: Sequence[Instruction]) -> list[Loop]:
+def loops_of(code: Sequence[Instruction]) -> list[MachineLoop]:
     """Return the loops of a function in the order of their first instructions."""
     graph, blocks = _flow(code)
     if not blocks:
@@ -45,7 +45,7 @@ def loops_of(code: Sequence[Instruction]) -> list[Loop]:
         picked = tuple(code[i] for block in own for i in range(block, blocks[block]))
         depth = sum(at != head and head in other for at, other in bodies.items())
         if len(picked) > 1:  # a program that has ended jumps to itself
-            loops.append(Loop(head, depth, picked))
+            loops.append(MachineLoop(head, depth, picked))
     return loops
 
 
