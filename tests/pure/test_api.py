@@ -145,15 +145,6 @@ def test_generate_returns_the_manifest(tmp_path: Path, monkeypatch: pytest.Monke
     assert asked[2] == ([PARSED], ["a100", "h200"], ("forward", "backward"))
 
 
-def test_an_interrupted_bundle_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: Any, **__: Any) -> Path:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("tilegen.bundles.building.generate", interrupted)
-    with pytest.raises(TilegenError, match="kept in dist; rerun the command"):
-        tilegen.generate(PROBLEM, "h200")
-
-
 def test_tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr("tilegen.gpus.spec.detect", lambda: H200)
