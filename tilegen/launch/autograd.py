@@ -13,10 +13,9 @@ from tilegen.emit.identity import is_aligned
 from tilegen.environment import current, using
 from tilegen.errors import Unsupported
 from tilegen.kernels.descriptors import is_describable
-from tilegen.kernels.layout import empty_like
+from tilegen.kernels.layout import MAX_ROW_STRIDE, empty_like
 from tilegen.launch.changes import Changes, Gradients, Wanted
 from tilegen.launch.derivatives import refuse_second, refuse_tangents
-from tilegen.launch.launch_text import MAX_ROW_STRIDE
 from tilegen.masks.form import Shape
 from tilegen.masks.score import Score
 from tilegen.masks.tensors import tensors_of
