@@ -19,6 +19,7 @@ from tilegen.launch.derivatives import refuse_second, refuse_tangents
 from tilegen.masks.form import Shape
 from tilegen.masks.score import Score
 from tilegen.masks.tensors import tensors_of
+from tilegen.private_torch import Function
 
 if TYPE_CHECKING:
     from tilegen.launch.kernels import Kernels
@@ -51,13 +52,7 @@ def run(
     return kernels.forward(q, k, v, scale, changes)
 
 
-# `Function` without its support for transforms of torch.func, whose tensors have no addresses and
-# never get here. It takes a quarter less time. It is undocumented: `Function` replaces it if it is
-# missing.
-_Function: Any = getattr(torch.autograd.function, "_SingleLevelFunction", torch.autograd.Function)
-
-
-class _Attention(_Function):
+class _Attention(Function):
     """Attention by kernels. The forward saves out and lse; the backward has no atomics, except on a
     GPU for the gradients of tensors that a score reads."""
 
@@ -97,7 +92,7 @@ class _Attention(_Function):
         return _backward(ctx, dout, dlse)
 
 
-class _Gradients(_Function):
+class _Gradients(Function):
     """The gradients of a call as a node that rejects second derivatives.
 
     All tensors that the gradients depend on are inputs. `once_differentiable` would reject only

@@ -13,7 +13,6 @@ from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import KERNELS
 from tilegen.launch.binding import BoundKernel
 from tilegen.launch.launcher import Described, Run, always, launch_by
-from tilegen.launch.triton_run import TritonRun
 from tilegen.problem import AttentionProblem
 
 if TYPE_CHECKING:
@@ -48,19 +47,15 @@ def bound_module(
     tiles = names.get("TensorDescriptor")
     if hasattr(function, "starting"):  # compiled for the CPU
         start = function.starting(KERNELS[kernel].made)
-    elif _is_jitted(function):
-        start, tiles = TritonRun(module, function, config, aligned).start, Described
     else:
-        start = always(partial(_in_turn, module.run))
+        from tilegen.launch.triton_run import TritonRun, is_jitted  # loads Triton
+
+        if is_jitted(function):
+            start, tiles = TritonRun(module, function, config, aligned).start, Described
+        else:
+            start = always(partial(_in_turn, module.run))
     launch = launch_by(start, launch_of(module.SOURCE), device, module.__name__, tiles)
     return BoundKernel(launch, problem.mask, kernel, config)
-
-
-def _is_jitted(function: Any) -> bool:
-    """Check whether Triton compiles a function, rather than interprets it."""
-    from triton.runtime.jit import JITFunction
-
-    return isinstance(function, JITFunction)
 
 
 def _in_turn(run: Run, *given: Any) -> None:

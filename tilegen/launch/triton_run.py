@@ -1,8 +1,7 @@
 """Launch kernels that Triton compiles without Triton's binder, which takes longer than the launch.
 
-Relies on undocumented parts of Triton (3.6 to 3.9): `warmup` of a JIT function, which returns the
-compiled kernel for given arguments; `run`, `function`, `packed_metadata` and `launch_metadata` of a
-compiled kernel; `calls` of a profiler's hook. If one is missing, the file's own `run` launches.
+What this needs of Triton is undocumented, see tilegen/private_triton.py. In a version without it,
+the `run` of the emitted file launches.
 """
 
 from __future__ import annotations
@@ -10,9 +9,10 @@ from __future__ import annotations
 import time
 from threading import Lock
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilegen.compiling.triton_cache import written
 from tilegen.disk import log
@@ -20,12 +20,22 @@ from tilegen.emit.identity import VECTOR_BYTES
 from tilegen.kernels.config import TileConfig
 from tilegen.launch.launcher import Described, Run, by_address
 from tilegen.parsing import collection_paused
+from tilegen.private_triton import (
+    compiled_for,
+    current_stream,
+    details_of,
+    is_jitted,
+    knobs,
+    launch_of,
+)
+
+__all__ = ["TritonRun", "is_jitted"]
 
 MAX_INT = 2**31
 _USUAL = """
     if {unusual} or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
         return other(grid, arguments, device)
-    launch(grid, 1, 1, stream(device.index or 0), function, metadata, None, None, None, {values})
+    launch(grid, 1, 1, stream(device.index or 0), kernel, metadata, None, None, None, {values})
 """
 """Launches a kernel that is compiled for aligned addresses and integers within 32 bits."""
 
@@ -50,26 +60,25 @@ class TritonRun:
 
     def start(self, grid: int, arguments: list[Any], device: torch.device) -> Run | None:
         """Launch the kernel for any arguments; return the launch of usual ones."""
-        from triton import knobs
-        from triton.runtime import driver
-
         given = [_shown(x) for x in arguments]
         try:
             compiled = self._compiled(grid, given)
-            stream = cast(Any, driver.active).get_current_stream(device.index or 0)
-            enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-            hooks: Any = (enter, leave) if enter.calls or leave.calls else (None, None)
-            kernel = compiled.run, compiled.function, compiled.packed_metadata
-            details = hooks[0] and compiled.launch_metadata((grid, 1, 1), stream, *given)
+            launch, kernel, metadata = launch_of(compiled)
+            hooks: Any = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
+            details = None
+            stream = current_stream()(device.index or 0)
+            if hooks[0].calls or hooks[1].calls:  # a profiler's
+                details = details_of(compiled, grid, stream, given)
+            else:
+                hooks = None, None
             if self.usual is None:
-                self.usual = self._usual(kernel, arguments)
+                self.usual = self._usual((launch, kernel, metadata), arguments)
         except (AttributeError, TypeError) as error:
             log.debug("%s is launched by Triton's binder: %s", self._jitted, error)
             self._own(grid, given, device)
             return None
-        launch, function, metadata = kernel
         values = (x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments)
-        launch(grid, 1, 1, stream, function, metadata, details, *hooks, *values)
+        launch(grid, 1, 1, stream, kernel, metadata, details, *hooks, *values)
         return self.usual
 
     def _compiled(self, grid: int, given: list[Any]) -> Any:
@@ -86,21 +95,15 @@ class TritonRun:
             if kind not in self._known:
                 started = time.perf_counter()
                 with collection_paused():
-                    compiled = written(
-                        lambda: self._jitted.warmup(*given, grid=(grid,), **self._options)
+                    self._known[kind] = written(
+                        lambda: compiled_for(self._jitted, given, grid, self._options)
                     )
-                if hasattr(compiled, "result"):  # another thread compiled it
-                    compiled = compiled.result()
-                self._known[kind] = compiled
                 name, seconds = self._jitted.__name__, time.perf_counter() - started
                 log.info("compiled %s, or read Triton's cache, in %.2f s", name, seconds)
             return self._known[kind]
 
-    def _usual(self, kernel: tuple[Any, ...], arguments: list[Any]) -> Run | None:
+    def _usual(self, launched: tuple[Any, ...], arguments: list[Any]) -> Run | None:
         """Return the launch of arguments like these; None if they are not usual."""
-        from triton import knobs
-        from triton.runtime import driver
-
         integers = [i for i, x in enumerate(arguments) if type(x) is int]
         # Triton's code depends on the alignment of tensors before all numbers.
         leading = arguments[: integers[0]] if self._aligned else []
@@ -111,13 +114,13 @@ class TritonRun:
             return None
         tests = [f"({' | '.join(f'x{i}' for i in integers)}) >> 31"]
         tests += [f"({' | '.join(f'x{i}' for i in addresses)}) & 15"] if addresses else []
-        launch, function, metadata = kernel
+        launch, kernel, metadata = launched
         return by_address(
             arguments,
             _USUAL.replace("{unusual}", " or ".join(tests)),
-            **dict(other=self.start, launch=launch, function=function, metadata=metadata),
+            **dict(other=self.start, launch=launch, kernel=kernel, metadata=metadata),
             hooks=knobs.runtime,
-            stream=cast(Any, driver.active).get_current_stream,
+            stream=current_stream(),
         )
 
 
@@ -125,7 +128,5 @@ def _shown(argument: Any) -> Any:
     """Return an argument in the form that Triton compiles for."""
     if not isinstance(argument, Described):
         return argument
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
     x = argument
     return TensorDescriptor(x.base, x.shape, x.strides, x.block_shape)
