@@ -49,7 +49,7 @@ def launch_of(compiled: Any) -> tuple[Any, Any, Any]:
 
 
 def details_of(compiled: Any, grid: int, stream: int, arguments: list[Any]) -> Any:
-    """Return what a profiler's hooks are given of a launch. Raises AttributeError."""
+    """Return the facts of a launch for a profiler's hooks. Raises AttributeError."""
     return compiled.launch_metadata((grid, 1, 1), stream, *arguments)
 
 

@@ -78,16 +78,16 @@ def names_in(tree: ast.AST) -> Iterator[str]:
 
 
 def test_undocumented_names_stand_in_one_module_each() -> None:
-    found: dict[str, set[str]] = defaultdict(set)
+    private: dict[str, set[str]] = defaultdict(set)
     attributes: dict[str, set[str]] = defaultdict(set)
     for path in PACKAGE.rglob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         module = path.relative_to(PACKAGE).as_posix()
         names = {x for x in names_in(tree) if x.split(".")[0] in ("torch", "triton")}
-        found[module] |= {name for name in names if is_private(name)}
+        private[module] |= {name for name in names if is_private(name)}
         used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
         attributes[module] |= used & ATTRIBUTES
-    by_module = {module: names for module, names in found.items() if names}
+    by_module = {module: names for module, names in private.items() if names}
     assert by_module == {"private_torch.py": TORCH, "private_triton.py": TRITON}
     assert {module for module, used in attributes.items() if used} == {"private_triton.py"}
     assert attributes["private_triton.py"] == ATTRIBUTES

@@ -58,6 +58,7 @@ class EmittedLaunch:
         if self.results:
             return f"Return {self._list(self.results)}."
         written = {one.tensor for one in self.spec.traffic if one.direction == "write"}
+        written |= {"grad"}  # dk or dv
         return f"Fill {self._list([name for name in self.spec.given if name in written])}."
 
     @property
@@ -67,7 +68,9 @@ class EmittedLaunch:
         notes = {name: shape_note(name, self.spec, pairs=self.pairs) for name in names}
         if self.arguments.viewed:
             seen = " and ".join(", ".join(self.arguments.viewed).rsplit(", ", 1))
-            notes["laid"] = f"shapes, then strides, in which the kernel sees {seen}; or theirs"
+            notes["laid"] = (
+                f"shapes, then strides, in which the kernel sees {seen}; None: their own"
+            )
         indent = max(len(name) for name in notes if notes[name]) + 2
         return [
             line
@@ -293,16 +296,17 @@ class EmittedLaunch:
     @property
     def numbers(self) -> list[str]:
         """The lines of `numbers`, the arguments that depend on sizes and strides alone."""
-        strides, sizes_ = list[list[str]](), list[list[str]]()
-        for one in self._numbers:
-            if one.taken != "stride":
-                sizes_.append([self._expression(one)])
-            elif one.of in PANELS:
-                strides.append([f"*{self._in_units(one.of)}"])
+        strides, sizes_ = list[str](), list[str]()
+        for argument in self._numbers:
+            tensor = argument.of
+            if argument.taken != "stride":
+                sizes_.append(self._expression(argument))
+            elif tensor in PANELS:
+                strides.append(f"*{self._in_units(tensor)}")
             else:
-                strides.append([f"*_units({one.of}_shape, {one.of}_strides)"])
-        unique = [list(one) for one in dict.fromkeys(map(tuple, strides))]
-        return [*packed(unique, WIDTH - 8), *packed(sizes_, WIDTH - 8)]
+                strides.append(f"*_units({tensor}_shape, {tensor}_strides)")
+        groups = [[text] for text in dict.fromkeys(strides)], [[text] for text in sizes_]
+        return [line for group in groups for line in packed(group, WIDTH - 8)]
 
     @cached_property
     def _numbers(self) -> list[Argument]:
