@@ -24,7 +24,7 @@ from tilegen.cpu.function import flat
 from tilegen.cpu.objects import CompiledObject
 from tilegen.cpu.target import Target
 from tilegen.emit import kernel_files
-from tilegen.emit.identity import RenderedKernel, stride_unit
+from tilegen.emit.identity import RenderedKernel
 from tilegen.emit.render import render
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.panels import Launch
@@ -150,9 +150,9 @@ def _bound(rendered: RenderedKernel, recorder: Recorder) -> BoundKernel:
     emitted = kernel_files.load(rendered)
     module = ModuleType(f"{emitted.__name__}_recorded")  # calls of this process keep the other
     exec(compile(rendered.source, str(emitted.__file__), "exec"), module.__dict__)
-    setattr(module, rendered.function, recorder)
-    unit = stride_unit(rendered.problem, rendered.aligned)
-    return bound_module(module, rendered.problem, rendered.kernel, rendered.config, unit)
+    vars(module).update({rendered.function: recorder, "SOURCE": rendered.source})
+    where = {"aligned": rendered.aligned, "device": torch.device("cpu")}
+    return bound_module(module, rendered.problem, rendered.kernel, rendered.config, **where)
 
 
 def _buffers(calls: Sequence[Call]) -> dict[int, torch.Tensor]:

@@ -145,7 +145,7 @@ def test_the_example_lists_the_bundle(
     [
         ('"k_ptr"', '"t0_ptr"', "cannot fill the argument t0_ptr of type *bf16"),
         ('"seqlen_kv",\n     "type": "i32"', '"seqlen_kv",\n     "type": "fp32"', "seqlen_kv does"),
-        ('"schema": 2', '"schema": 3', "not of schema 2"),
+        ('"schema": 3', '"schema": 4', "not of schema 2 or 3"),
     ],
     ids=["name", "type", "schema"],
 )
@@ -261,9 +261,10 @@ from tilegen.masks.form import Shape
 from tilegen.problem import AttentionProblem
 
 problem, bundle = AttentionProblem.parse(sys.argv[2]), Bundle(Path(sys.argv[1]))
-(bound,) = bundle.launches(problem, gpu("h200"), "forward", aligned=True).values()
+device = torch.device("cpu")
+(bound,) = bundle.launches(problem, gpu("h200"), "forward", device, aligned=True).values()
 shape = Shape(problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_kv)
-launch = bound.given(problem.mask, shape, torch.device("cpu"))
+launch = bound.given(problem.mask, shape, device)
 q, k, v = (
     torch.zeros(problem.batch, heads, rows, dim, dtype=torch.bfloat16)
     for heads, rows, dim in (

@@ -11,13 +11,12 @@ import torch
 import tilegen
 from benchmarks.call_cost import as_on_a_gpu
 from benchmarks.stand_in import stand_in
-from tilegen.emit.identity import stride_unit
 from tilegen.emit.kernel_files import load
 from tilegen.emit.render import render
 from tilegen.errors import InvalidProblem
 from tilegen.kernels.config import TileConfig
-from tilegen.launch.bound_module import launcher_of_module
-from tilegen.launch.triton_function import TritonFunction
+from tilegen.launch.bound_module import bound_module
+from tilegen.launch.triton_run import TritonRun
 from tilegen.masks import Mask
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import dispatch, plans
@@ -32,10 +31,8 @@ def test_a_launch_is_that_of_the_binder_and_compiles_nothing_else(
     problem = AttentionProblem.parse(f"hq2 q64 d{head_dim} bf16 causal")
     rendered = render(problem, CONFIG, aligned=aligned)
     module = load(rendered)
-    function = TritonFunction.of(module, CONFIG)
-    assert function is not None
-    unit = stride_unit(problem, aligned)
-    ours = launcher_of_module(module, function, problem, "fwd", CONFIG, unit)
+    where = {"aligned": aligned, "device": torch.device("cpu")}
+    ours = bound_module(module, problem, "fwd", CONFIG, **where)
     q, k = (torch.zeros(1, 2, n, head_dim, dtype=torch.bfloat16) for n in (64, 96))
     with stand_in(notes=True) as driver:
         results = [launch(q, k, k, 0.125) for launch in (ours.launch, module.launch)]
@@ -102,7 +99,12 @@ def calls() -> Iterator[tuple[torch.Tensor, torch.Tensor, Mask, Any]]:
         yield cache[:1, :, :rows], cache[:1, :, :columns], causal, lengths[:1]
 
 
-def test_calls_of_all_lengths_launch_as_the_emitted_launch(
+def missing(*_: Any) -> Any:
+    """Stand for a version of Triton without an attribute."""
+    raise AttributeError("no such attribute")
+
+
+def test_calls_of_all_lengths_launch_as_by_the_run_of_the_file(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given = list(calls())
@@ -117,7 +119,7 @@ def test_calls_of_all_lengths_launch_as_the_emitted_launch(
             launch[2][:] = [*of_tensors[:3], "out", "lse", *of_tensors[5:]]
         seen.append(driver.launches)
         # The second time by the emitted file.
-        monkeypatch.setattr(TritonFunction, "of", lambda *_: None)
+        monkeypatch.setattr(TritonRun, "_compiled", missing)
     assert len(seen[0]) == len(given)
     for launched, emitted in zip(*seen, strict=True):
         assert launched == emitted

@@ -15,16 +15,14 @@ from triton.runtime.jit import JITFunction
 
 import tilegen
 from benchmarks.call_cost import as_on_a_gpu
-from tilegen.emit.identity import stride_unit
 from tilegen.emit.kernel_files import load
 from tilegen.emit.render import render
-from tilegen.errors import InvalidProblem, Unsupported
+from tilegen.errors import InvalidProblem
 from tilegen.kernels.config import TileConfig
-from tilegen.launch import triton_function
-from tilegen.launch.bound_module import launcher_of_module
+from tilegen.launch.binding import BoundKernel
+from tilegen.launch.bound_module import bound_module
 from tilegen.launch.changes import Changes
-from tilegen.launch.launcher import Launcher
-from tilegen.launch.triton_function import TritonFunction, named_by_launch
+from tilegen.launch.triton_run import TritonRun
 from tilegen.masks.dropout import Dropout
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import dispatch, plans
@@ -80,13 +78,13 @@ def test_lengths_of_each_dtype_have_a_kernel_that_differs_in_its_load(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     compiled: list[str] = []
-    run_of = triton_function._run_of
+    compile = TritonRun._compiled
 
-    def noted(kernel: Any) -> Any:
-        compiled.append(kernel.asm["ttir"])
-        return run_of(kernel)
+    def noted(self: Any, *given: Any) -> Any:
+        compiled.append(compile(self, *given).asm["ttir"])
+        return compile(self, *given)
 
-    monkeypatch.setattr(triton_function, "_run_of", noted)
+    monkeypatch.setattr(TritonRun, "_compiled", noted)
     q = torch.zeros(3, 2, 32, 16, dtype=torch.bfloat16)
     lengths = torch.tensor([1, 2, 3], dtype=torch.int32)
     with as_on_a_gpu():
@@ -137,19 +135,26 @@ def test_changed_settings_are_seen_at_the_next_call(
 # Sizes and strides
 
 
-def launches() -> tuple[Launcher, Any]:
-    """Return a launcher, and the emitted module whose kernel it launches."""
+def launches() -> tuple[BoundKernel, Any]:
+    """Return a bound kernel, and its emitted module."""
     problem = AttentionProblem.parse("hq4 hkv2 q64 d64 bf16 causal")
     module = load(render(problem, CONFIG))
-    function = TritonFunction.of(module, CONFIG)
-    assert function is not None
-    unit = stride_unit(problem, True)
-    return launcher_of_module(module, function, problem, "fwd", CONFIG, unit), module
+    where = {"aligned": True, "device": torch.device("cpu")}
+    return bound_module(module, problem, "fwd", CONFIG, **where), module
+
+
+def run_of(bound: BoundKernel) -> Any:
+    """Return the function that launches the kernel."""
+    return vars(bound)["launch"].__globals__["run"]
+
+
+def is_kernel(x: Any) -> bool:
+    return isinstance(x, JITFunction) and not x.__name__.startswith("_")
 
 
 def binaries(module: Any) -> int:
     """Return how many binaries Triton has of a module's kernel."""
-    (kernel,) = (one for one in named_by_launch(module) if isinstance(one, JITFunction))
+    (kernel,) = (one for one in vars(module).values() if is_kernel(one))
     return len(kernel.device_caches[0][0])
 
 
@@ -194,9 +199,9 @@ def test_an_address_that_16_does_not_divide_has_a_binary_of_its_own() -> None:
     with as_on_a_gpu(notes=True):
         ours, module = launches()
         ours.launch(q, k, k, 0.125)
-        usual, compiled = ours.run, binaries(module)
+        usual, compiled = run_of(ours), binaries(module)
         ours.launch(shifted, k, k, 0.125)
-        assert (ours.run, binaries(module)) == (usual, compiled + 1)
+        assert (run_of(ours), binaries(module)) == (usual, compiled + 1)
         module.launch(shifted, k, k, 0.125)
         assert binaries(module) == compiled + 1
 
@@ -224,11 +229,11 @@ def test_a_stride_beyond_32_bits_has_a_binary_of_its_own() -> None:
     with as_on_a_gpu(notes=True) as driver:
         ours, module = launches()
         ours.launch(q, k, k, 0.125)
-        usual, compiled = ours.run, binaries(module)
+        usual, compiled = run_of(ours), binaries(module)
         ours.launch(q, Far(k, 0, 2**33), k, 0.125)  # in units of 8 elements: 32 bits hold it
-        assert (ours.run, binaries(module)) == (usual, compiled)
+        assert (run_of(ours), binaries(module)) == (usual, compiled)
         ours.launch(q, Far(k, 0, 2**34), k, 0.125)
-        assert (ours.run, binaries(module)) == (usual, compiled + 1)
+        assert (run_of(ours), binaries(module)) == (usual, compiled + 1)
     assert [values[8] for *_, values in driver.launches] == [768, 2**30, 2**31]
 
 
@@ -240,7 +245,7 @@ def test_strides_that_a_kernel_is_not_for_are_refused_every_time(axis: int, stri
     with as_on_a_gpu(notes=True) as driver:
         ours, _ = launches()
         for given in ((Far(q, axis, stride), k, k), (q, Far(k, axis, stride), k)) * 2:
-            with pytest.raises(Unsupported, match=r"multiples of 8 elements.*got strides"):
+            with pytest.raises(ValueError, match=r"multiples of 8 elements.*got strides"):
                 ours.launch(*given, 0.125)
             ours.launch(q, k, k, 0.125)
     assert len(driver.launches) == 4

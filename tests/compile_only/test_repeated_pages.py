@@ -20,8 +20,7 @@ from tests.taken import taking
 from tilegen import pipeline
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.kernels.config import TileConfig
-from tilegen.launch.launcher import Unfamiliar
-from tilegen.launch.triton_function import TritonFunction
+from tilegen.launch.triton_run import TritonRun
 from tilegen.runtime import dispatch, plans
 from tilegen.runtime.paged_call import PagedForm
 
@@ -158,18 +157,18 @@ def test_a_call_like_the_one_before_is_checked_no_more(monkeypatch: pytest.Monke
             assert len(checked) == 1, name
 
 
-def test_a_paged_call_by_the_emitted_launches_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where Triton differs, emitted launches take views of the tensors."""
+def test_a_paged_call_by_the_run_of_the_file_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Triton differs, its binder launches."""
 
     def unfamiliar(*_: Any) -> Any:
-        raise Unfamiliar
+        raise AttributeError("no such attribute")
 
     named = kinds()
     expected: dict[str, Any] = {}
     with as_if_on_a_gpu() as driver:
         for name, (call, given) in named.items():
             expected[name] = launched(driver, call, given)
-    monkeypatch.setattr(TritonFunction, "prepare", unfamiliar)
+    monkeypatch.setattr(TritonRun, "_compiled", unfamiliar)
     with as_if_on_a_gpu() as driver:
         for name, (call, given) in named.items():
             assert launched(driver, call, given) == expected[name], name

@@ -3,6 +3,7 @@ on processors that they are for."""
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import tempfile
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 import tilegen
 from tests import warm
@@ -27,9 +29,12 @@ from tilegen.integrations import hub
 from tilegen.launch.changes import Changes
 from tilegen.problem import AttentionProblem
 from tilegen.runtime.call import problem_of
+from tilegen.version import __version__
 
 pytestmark = needs_processor
 PROBLEM = "b2 hq4 hkv2 q70 kv133 d40/24 {} causal(bottom_right)"
+MASK = tilegen.causal("bottom_right")
+GOLDEN = Path(__file__).parents[1] / "golden"
 BEST = RUNNABLE[0] if RUNNABLE else ""
 
 
@@ -384,3 +389,51 @@ def test_bounds_are_checked_by_kernels_compiled_here(
     results(*leaves_of(AttentionProblem.parse(PROBLEM.format("fp32"))))
     assert not bundle._on_cpu
     assert Bundle(folder).why_not_ours() == ""
+
+
+# --------------------------------------------------------------------------------------------------
+# The format before: its manifest has no digest of a launch
+
+
+@pytest.fixture
+def of_schema_2(tmp_path: Path) -> Path:
+    """Return a copy of a bundle for every 64-bit x86 processor, as if this version had made it."""
+    if "x86-64" not in RUNNABLE:
+        pytest.skip("the bundle is for x86")
+    copied = shutil.copytree(GOLDEN / "bundle_of_schema_2", tmp_path / "copied")
+    path = copied / MANIFEST
+    path.write_text(re.sub(r'"tilegen": "[^"]+"', f'"tilegen": "{__version__}"', path.read_text()))
+    return copied
+
+
+@pytest.mark.usefixtures("only_bundles")
+def test_a_bundle_of_the_format_before_is_served(of_schema_2: Path) -> None:
+    bundle = load_bundle(of_schema_2)
+    (binary,) = bundle.manifest.binaries
+    q, k, v = leaves_of(AttentionProblem.parse("b3 hq4 hkv2 q41 d16 fp32 causal"))
+    out = tilegen.attention(q.detach(), k.detach(), v.detach(), mask=tilegen.causal())
+    assert binary.file in bundle._on_cpu
+    wide = (x.detach().double() for x in (q, k, v))
+    exact = scaled_dot_product_attention(*wide, is_causal=True, enable_gqa=True)
+    assert (out - exact).abs().max() < 1e-5
+
+
+def test_a_bundle_of_the_format_before_with_other_arguments_is_refused(of_schema_2: Path) -> None:
+    path = of_schema_2 / MANIFEST
+    text = path.read_text().replace('"stride_qb"', '"other"').replace('"stride_qh"', '"stride_qb"')
+    path.write_text(text.replace('"other"', '"stride_qh"'))
+    with pytest.raises(Unsupported, match="argument 5 must be stride_qb of i32, got stride_qh"):
+        load_bundle(of_schema_2)
+
+
+def test_a_launch_that_was_changed_is_refused(folder: Path, tmp_path: Path) -> None:
+    """Even where the digest of its file fits."""
+    copied = shutil.copytree(folder, tmp_path / "copied")
+    text = (copied / MANIFEST).read_text()
+    launches = re.findall(r'"launch_sha256": "([0-9a-f]{64})"', text)
+    for digest in launches:
+        text = text.replace(digest, digest[::-1])
+    (copied / MANIFEST).write_text(text)
+    load_bundle(copied)
+    with pytest.raises(Unsupported, match="not what the manifest says"):
+        tilegen.attention(*leaves_of(AttentionProblem.parse(PROBLEM.format("fp32"))), mask=MASK)

@@ -151,7 +151,7 @@ def test_a_launch_refuses_strides_of_zero_for_descriptors() -> None:
     problem = AttentionProblem.parse("b1 hq2 hkv2 q40 kv40 d64 fp16 full")
     x = make_inputs(problem)
     launch = cpu.load(kernels(problem)["fwd"]).launch
-    with pytest.raises(ValueError, match="expected no expanded dimension, got strides"):
+    with pytest.raises(ValueError, match=r"expected no expanded dimension, .* got strides"):
         launch(x.q, x.k[:, :1].expand_as(x.k), x.v, 0.1)
     single_head = x.k[:1].as_strided(x.k.shape, (1, *x.k.stride()[1:]))  # of size 1: any stride
     out, _ = launch(x.q, single_head, x.v, 0.1)

@@ -204,23 +204,23 @@ from tilegen.cpu import function, threads
 
 way, daemon = sys.argv[1:]
 launches = []
-start = function.CpuFunction._start
+run = function.CpuFunction._run
 
 def noted(*given):
     launches.append(given)
-    start(*given)
+    run(*given)
 
-function.CpuFunction._start = noted
+function.CpuFunction._run = noted
 if way == "pool":
     threads._openmp = lambda: None
 torch.set_num_threads(2)
 q, k, v = torch.randn(3, 1, 4, 300, 32).unbind()
 kept = tilegen.attention(q, k, v, return_lse=True)
-function.CpuFunction._start = start
+function.CpuFunction._run = run
 
 def launch():
     while True:
-        start(*launches[0])
+        run(*launches[0])
 
 def call():
     until = time.perf_counter() + 1.5

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,19 +12,18 @@ import torch
 import tilegen
 from tests import sliced, splits
 from tests.bundles import StandIn, not_compiled
-from tilegen.bundles.launching import launcher_of
-from tilegen.bundles.manifest import Binary
+from tilegen.bundles.launching import Packed
 from tilegen.emit import kernel_files
-from tilegen.emit.identity import stride_unit
+from tilegen.emit.identity import RenderedKernel
+from tilegen.emit.launch import launch_of
 from tilegen.emit.render import render
-from tilegen.errors import Unsupported
 from tilegen.kernels import allocation
 from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.panels import Launch
 from tilegen.kernels.registry import KERNELS, family_with
 from tilegen.launch.binding import BoundKernel
-from tilegen.launch.bound_module import launcher_of_module
-from tilegen.launch.launcher import Launcher
-from tilegen.launch.triton_function import TritonFunction
+from tilegen.launch.launcher import Described, launch_by
+from tilegen.launch.triton_run import TritonRun
 from tilegen.masks import Mask
 from tilegen.masks.dropout import Dropout
 from tilegen.masks.form import Shape
@@ -42,6 +39,7 @@ CONFIGS: dict[Kernel, TileConfig] = {
     **sliced.ALL,
     **splits.ALL,
 }
+FORWARD = render(AttentionProblem.parse("hq2 q64 d64 fp16 causal"), CONFIGS["fwd"])
 BATCH, HEADS, GROUP, SEQLEN_Q, SEQLEN_KV, DIM_QK, DIM_V = 2, 4, 2, 100, 203, 96, 64
 TABLE = torch.randn(HEADS, 301)
 CASES: dict[str, tuple[Mask, Score | None]] = {
@@ -109,8 +107,21 @@ def no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "_active", SimpleNamespace(get_current_stream=lambda device: 0))
 
 
-def jitted(names: Sequence[str], compiled: Compiled) -> Any:
-    return Jitted(__name__="attention", arg_names=list(names), warmup=compiled.warmup)
+def jitted(compiled: Compiled) -> Any:
+    return Jitted(__name__="attention", warmup=compiled.warmup)
+
+
+def by_triton(rendered: RenderedKernel, function: Any, own: Any = None) -> Launch:
+    """Return the launch of a kernel by Triton's compiled code, or by the file's `own` run."""
+    module: Any = SimpleNamespace(run=own)
+    start = TritonRun(module, function, rendered.config, rendered.aligned).start
+    return launch_by(start, launch_of(rendered.source), torch.device("cpu"), "test", Described)
+
+
+def from_bundle(rendered: RenderedKernel, stand_in: StandIn) -> Launch:
+    """Return the launch of a kernel by a stand-in for its binary."""
+    start = Packed(not_compiled(rendered), lambda: stand_in).start  # type: ignore[arg-type]
+    return launch_by(start, launch_of(rendered.source), torch.device("cpu"), "test")
 
 
 def tensor(*shape: int, heads_inside: bool = False, dtype: Any = torch.float16) -> torch.Tensor:
@@ -206,21 +217,12 @@ def test_the_driver_gets_the_arguments_of_the_emitted_launch(
         reads |= Dropout(0.3, torch.tensor([5, 6])).given
     shape = Shape(BATCH, HEADS, SEQLEN_Q, SEQLEN_KV)
     compiled = Compiled()
-    function = TritonFunction(
-        jitted([name for name, _ in rendered.signature], compiled), CONFIGS[kernel]
-    )
-    unit = stride_unit(problem, rendered.aligned)
-    from_triton = launcher_of_module(module, function, problem, kernel, CONFIGS[kernel], unit)
+    from_triton = by_triton(rendered, jitted(compiled))
     given = given_to(kernel, heads_inside=heads_inside)
     results: list[Any] = []
-    launcher = launcher_of(binary, lambda: stand_in)
-    for launch, names in (
-        (module.launch, None),
-        (launcher.launch, launcher.extra_names),
-        (from_triton.launch, from_triton.extra_names),
-        (from_triton.launch, from_triton.extra_names),
-    ):
-        bound = BoundKernel(launch, problem.mask, kernel, CONFIGS[kernel], names)
+    of_bundle = from_bundle(rendered, stand_in)
+    for launch in (module.launch, of_bundle, from_triton, from_triton):
+        bound = BoundKernel(launch, problem.mask, kernel, CONFIGS[kernel])
         results.append(bound.given(mask, shape, torch.device("cpu"), reads)(*given))
 
     ((grid, ours),), ((emitted_grid, theirs),) = from_driver, recorder.launches
@@ -265,21 +267,17 @@ def of(result: Any) -> Any:
     return result.shape, result.stride(), result.dtype
 
 
-def forward(compiled: Any, **changed: Any) -> Launcher:
-    """Return the launcher of a forward kernel of dense heads."""
-    problem = AttentionProblem.parse("hq2 q64 d64 fp16 causal")
-    rendered = render(problem, CONFIGS["fwd"], "fwd")
-    function: Any = jitted([name for name, _ in rendered.signature], compiled)
+def forward(compiled: Any, own: Any = None, **changed: Any) -> Launch:
+    """Return the launch of a forward kernel of dense heads."""
+    function: Any = jitted(compiled)
     vars(function).update(changed)
-    module: Any = SimpleNamespace(__name__="emitted", launch=lambda *given: "emitted")
-    made = TritonFunction(function, CONFIGS["fwd"])
-    return launcher_of_module(module, made, problem, "fwd", CONFIGS["fwd"], 8)
+    return by_triton(FORWARD, function, own)
 
 
 @pytest.mark.usefixtures("no_driver")
 def test_a_plan_keeps_only_facts_that_strides_determine() -> None:
     compiled = Compiled()
-    launch = forward(compiled).launch
+    launch = forward(compiled)
     dense = tensor(1, 2, 64, 64)
     given = [dense, dense.clone(), tensor(1, 2, 64, 64, heads_inside=True)]
     results = [launch(q, q, q, scale) for q in given for scale in (0.5, 0.25)]
@@ -298,7 +296,7 @@ def test_hooks_of_profilers_are_called() -> None:
     from triton import knobs
 
     compiled = Compiled()
-    launch, q = forward(compiled).launch, tensor(1, 2, 64, 64)
+    launch, q = forward(compiled), tensor(1, 2, 64, 64)
     hook: Any = lambda metadata: None  # noqa: E731
     launch(q, q, q, 0.5)
     knobs.runtime.launch_enter_hook.add(hook)
@@ -312,51 +310,29 @@ def test_hooks_of_profilers_are_called() -> None:
     assert compiled.told == [silent, ("grid (2, 1, 1)", enter, leave), silent]
 
 
-def test_other_versions_of_triton_launch_by_the_emitted_file() -> None:
+@pytest.mark.usefixtures("no_driver")
+def test_other_versions_of_triton_launch_by_the_run_of_the_file() -> None:
     q = tensor(1, 2, 64, 64)
+    launched: list[Any] = []
 
     def gone(*_: Any, **__: Any) -> Any:
         raise AttributeError("no such thing")
 
     for changed in ({"warmup": gone}, {"warmup": lambda *_, **__: SimpleNamespace(run=None)}):
-        launch = forward(Compiled(), **changed).launch
-        assert [launch(q, q, q, 0.5), launch(q, q, q, 0.5)] == ["emitted", "emitted"]
-
-
-def test_an_unknown_argument_is_refused() -> None:
-    problem = AttentionProblem.parse("hq2 q64 d64 fp16 causal")
-    binary = not_compiled(render(problem, CONFIGS["fwd"], "fwd"))
-    for name in ("q_offset", "stride_zb", "bias_ptr", "t0_n0"):
-        strange = replace(binary, arguments=(*binary.arguments, (name, "i32")))
-        with pytest.raises(Unsupported, match=f"unknown argument '{name}' of "):
-            launcher_of(strange, lambda: StandIn(binary, lambda grid, values: None))
-
-
-def test_arguments_in_another_order_are_found_by_their_names() -> None:
-    problem = AttentionProblem.parse("hq2 q64 d64 fp16 causal")
-    binary = not_compiled(render(problem, CONFIGS["fwd"], "fwd"))
-    *first, batch, head, row = binary.arguments[:8]
-    swapped = replace(binary, arguments=(*first, head, batch, row, *binary.arguments[8:]))
-    q = torch.zeros(1, 2, 64, 64, dtype=torch.float16)
-
-    def strides(item: Binary) -> dict[str, Any]:
-        seen: list[Any] = []
-        launcher_of(item, lambda: StandIn(item, lambda grid, values: seen.extend(values))).launch(
-            q, q, q, 0.5
-        )
-        names = (name for name, _ in item.arguments)
-        return {n: v for n, v in zip(names, seen, strict=True) if n.startswith("stride_")}
-
-    assert strides(binary) == strides(swapped)
-    assert len(set(strides(binary).values())) > 1
+        launch = forward(Compiled(), lambda *given: launched.append(given), **changed)
+        launched.clear()
+        results = [launch(q, q, q, 0.5) for _ in range(2)]
+        for (grid, arguments, device), (out, lse) in zip(launched, results, strict=True):
+            assert (grid, device) == (2, q.device)
+            assert [x.data_ptr() for x in arguments[:5]] == [
+                x.data_ptr() for x in (q, q, q, out, lse)
+            ]
 
 
 def test_a_stride_that_does_not_fit_is_refused() -> None:
-    problem = AttentionProblem.parse("hq2 q64 d64 fp16 causal")
-    binary = not_compiled(render(problem, CONFIGS["fwd"], "fwd"))
-    launch = launcher_of(binary, lambda: StandIn(binary, lambda grid, values: None)).launch
+    launch = from_bundle(FORWARD, StandIn(not_compiled(FORWARD), lambda grid, values: None))
     q = torch.zeros(1, 2, 64, 65, dtype=torch.float16)[..., :64]
-    with pytest.raises(Unsupported, match="multiples of 8 elements"):
+    with pytest.raises(ValueError, match="multiples of 8 elements"):
         launch(q, q, q, 0.125)
 
 
@@ -364,8 +340,8 @@ def test_a_stride_that_does_not_fit_is_refused() -> None:
 @pytest.mark.parametrize("sizes", [(1, 2, 3), (2, 1, 3), (2, 2, 1), (1, 1, 1)], ids=str)
 def test_dimensions_of_size_1_have_no_strides(sizes: tuple[int, int, int], stride: int) -> None:
     """PyTorch lets them have any."""
-    problem = AttentionProblem.parse("hq2 hkv2 q64 d64 fp16 causal")
-    binary = not_compiled(render(problem, CONFIGS["fwd"], "fwd"))
+    rendered = render(AttentionProblem.parse("hq2 hkv2 q64 d64 fp16 causal"), CONFIGS["fwd"])
+    binary = not_compiled(rendered)
     dense = torch.zeros(*sizes, 64, dtype=torch.float16)
     strides = [stride if n == 1 else s for n, s in zip(sizes, dense.stride(), strict=False)]
     q = dense.as_strided((*sizes, 64), (*strides, 1))
@@ -374,7 +350,7 @@ def test_dimensions_of_size_1_have_no_strides(sizes: tuple[int, int, int], strid
     stand_in = StandIn(
         binary, lambda grid, values: launched.append(dict(zip(names, values, strict=True)))
     )
-    launcher_of(binary, lambda: stand_in).launch(q, q, q, 0.125)
+    from_bundle(rendered, stand_in)(q, q, q, 0.125)
     expected = [0 if n == 1 else s // 8 for n, s in zip(sizes, dense.stride(), strict=False)]
     for letter, row in (("q", "m"), ("k", "n"), ("v", "n")):
         assert [launched[0][f"stride_{letter}{one}"] for one in ("b", "h", row)] == expected

@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 HOSTILE = {
     "not JSON": lambda m: "kernels",
-    "another schema": lambda m: json.dumps(m | {"schema": 3}),
+    "another schema": lambda m: json.dumps(m | {"schema": 4}),
     "a list": lambda m: json.dumps([m]),
     "deep": lambda m: "[" * 100_000,
     "no binaries": lambda m: json.dumps(m | {"binaries": []}),

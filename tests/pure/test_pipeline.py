@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +26,7 @@ from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import FAMILIES, KERNELS
 from tilegen.launch import kernels
+from tilegen.launch.binding import BoundKernel
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import dispatch
 from tilegen.store import save
@@ -187,9 +187,12 @@ def test_every_caller_uses_the_same_choice(tmp_path: Path, monkeypatch: pytest.M
 
     def load_kernel(_: object, config: TileConfig, kernel: str, **__: object) -> Any:
         loaded[kernel] = config.key
-        return SimpleNamespace(launch=lambda: None)
+
+    def bound(_: object, problem: AttentionProblem, *rest: Any, **__: object) -> BoundKernel:
+        return BoundKernel(lambda: None, problem.mask, *rest)
 
     monkeypatch.setattr(pipeline, "load_kernel", load_kernel)
+    monkeypatch.setattr(kernels, "bound_module", bound)
     monkeypatch.setattr(kernels, "runs_compiled", lambda _: False)  # as for a GPU
     dispatch.Kernels(LARGE, torch.device("cpu"), True).load("forward")
     assert loaded == expected

@@ -17,15 +17,17 @@ from tests.records import H200, PROBLEM
 from tests.replay import Replay, stored
 from tests.tasks import tiled
 from tests.two_sweeps import FWD_TWO_SWEEPS, registered
-from tilegen.bundles.launching import launcher_of
+from tilegen.bundles.launching import Packed
 from tilegen.choose.families import kernels_of, ranked_families
 from tilegen.choose.ranker import propose, search_space
+from tilegen.emit.launch import launch_of
 from tilegen.emit.render import render
 from tilegen.errors import Unsupported
 from tilegen.explaining.explanation import explain_all
 from tilegen.explaining.text import lines_of_all
 from tilegen.kernels.config import TileConfig
 from tilegen.kernels.registry import KERNELS
+from tilegen.launch.launcher import launch_by
 from tilegen.masks.score import softcap
 from tilegen.model.traffic import traffic_of
 from tilegen.task import KernelTask
@@ -97,7 +99,9 @@ def test_its_binary_is_launched_as_its_record_says() -> None:
     rendered = render(PROBLEM, CONFIG, NAME)
     binary = not_compiled(rendered)
     seen: list[tuple[int, list[Any]]] = []
-    launch = launcher_of(binary, lambda: StandIn(binary, lambda *one: seen.append(one))).launch
+    stand_in: Any = StandIn(binary, lambda *one: seen.append(one))
+    text, device = launch_of(rendered.source), torch.device("cpu")
+    launch = launch_by(Packed(binary, lambda: stand_in).start, text, device, NAME)
     q, k = (torch.zeros(1, h, 300, 128, dtype=torch.bfloat16) for h in (8, 2))
     out, lse = launch(q, k, k, 0.5)
     ((grid, values),) = seen

@@ -37,6 +37,7 @@ from tilegen.emit.identity import (
     stride_unit,
     template_digest,
 )
+from tilegen.emit.launch import launch_of
 from tilegen.emit.render import render
 from tilegen.errors import BuildFailed
 from tilegen.kernels.config import Kernel, TileConfig
@@ -257,6 +258,7 @@ def binary_of(compiled: CompiledKernel) -> Binary:
         sha256=sha256,
         source=f"kernels/{stem}_{rendered.digest[:8]}.py",
         source_sha256=hashlib.sha256(rendered.source.encode()).hexdigest(),
+        launch_sha256=hashlib.sha256(launch_of(rendered.source).encode()).hexdigest(),
         kernel=rendered.kernel,
         arch=compiled.arch,
         function=rendered.function,

@@ -30,8 +30,7 @@ def check_devices(path: Path, manifest: Manifest) -> None:
     archs = manifest.architectures
     for_cpus = [arch for arch in archs if arch in PROCESSORS]
     for_gpus = [arch for arch in archs if arch not in PROCESSORS]
-    if for_cpus:
-        check_files(path, manifest)
+    check_files(path, manifest)
     runs_on_cpu = any(map(runs_here, for_cpus))
     runs_on_gpu = bool(for_gpus) and _runs_on_gpus(path, for_gpus, others=bool(for_cpus))
     if for_cpus and not runs_on_cpu and not runs_on_gpu:

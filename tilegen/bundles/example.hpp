@@ -70,7 +70,8 @@ inline json manifest_of(const string& bundle) {
     std::ifstream file(bundle + "/manifest.json");
     if (!file) fail("cannot read " + bundle + "/manifest.json");
     const json manifest = json::parse(file);
-    if (manifest.at("schema") != 2) fail("the bundle is not of schema 2, which this example reads");
+    const int schema = manifest.at("schema");
+    if (schema != 2 && schema != 3) fail("the bundle is not of schema 2 or 3, which this example reads");
     return manifest;
 }
 

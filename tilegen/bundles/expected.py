@@ -35,7 +35,8 @@ def why_not_ours(path: Path, manifest: Manifest) -> str:
     if theirs != ours:
         return f"it was made by tilegen {theirs or 'of an unknown version'}, and this is {ours}"
     for binary in manifest.binaries:
-        if binary.template_digest != template_digest(binary.kernel):
+        # Without a launch of its own, a binary is launched by the names of its arguments.
+        if binary.launch_sha256 and binary.template_digest != template_digest(binary.kernel):
             return (
                 f"its {binary.kernel} was emitted from another template "
                 f"({binary.template_digest}, and here it is {template_digest(binary.kernel)})"
@@ -59,7 +60,8 @@ def _why_not_expected(path: Path, served: Served, binary: Binary) -> str:
     if not (kind := KIND.fullmatch(served.serves)):
         return "expected a class such as 'b1 hq4 hkv1 q1024 kv1024 d128 bf16 causal'"
     group_size, dtype = int(kind[1]), kind[2]
-    if binary.digest != digest_of_kind(served.serves, binary.config, binary.kernel, served.aligned):
+    digest = digest_of_kind(served.serves, binary.config, binary.kernel, served.aligned)
+    if binary.launch_sha256 and binary.digest != digest:
         return "its digest is that of another kernel, mask, config or tilegen"
     processor = PROCESSORS.get(binary.arch)
     needed = processor.features if processor else None

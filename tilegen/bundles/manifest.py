@@ -22,9 +22,11 @@ from tilegen.store.record import ARCH as GPU_ARCH
 from tilegen.store.record import config_from, gpu_of, kernel_of
 
 MANIFEST = "manifest.json"
-SCHEMA = 2
+SCHEMA = 3
 """Version of the JSON form. Raise it when an older tilegen, or another program, would misread a
 newer manifest."""
+WITHOUT_LAUNCHES = 2
+"""The version before, without digests of launches, is read too."""
 
 BundledOrigin = Literal["record", "model"]
 GRID_SIZES = (
@@ -51,6 +53,8 @@ class Binary:
     """`kernels/NAME.py`: the emitted kernel."""
     source_sha256: str
     """Digest of the emitted kernel."""
+    launch_sha256: str
+    """Digest of the launch in the emitted kernel; empty if a bundle of WITHOUT_LAUNCHES has it."""
     kernel: Kernel
     arch: str
     function: str
@@ -146,13 +150,15 @@ class Manifest:
     def from_json(cls, text: str) -> Manifest:
         """Parse a manifest and check every field. Raises InvalidRecord."""
         fields = parse_json(text)
-        if (schema := fields.integer("schema", 1, 2**31)) != SCHEMA:
-            raise InvalidRecord(f"schema must be {SCHEMA}, got {schema}")
+        if (schema := fields.integer("schema", 1, 2**31)) not in (SCHEMA, WITHOUT_LAUNCHES):
+            raise InvalidRecord(f"schema must be {WITHOUT_LAUNCHES} or {SCHEMA}, got {schema}")
         versions = fields.group("versions")
         manifest = cls(
             versions={name: versions.text(name, longest=80) for name in versions.values},
             problems=tuple(_served(entry) for entry in fields.groups("problems", MAX_ENTRIES)),
-            binaries=tuple(binary_from(entry) for entry in fields.groups("binaries", MAX_ENTRIES)),
+            binaries=tuple(
+                binary_from(entry, schema) for entry in fields.groups("binaries", MAX_ENTRIES)
+            ),
         )
         for served in manifest.problems:
             for files in served.passes.values():
@@ -226,7 +232,7 @@ def _pass(fields: Fields, direction: Direction) -> BundledPass:
     return BundledPass(binaries=binaries, config_from=config_from)
 
 
-def binary_from(fields: Fields) -> Binary:
+def binary_from(fields: Fields, schema: int = SCHEMA) -> Binary:
     """Parse the entry of a binary. Raises InvalidRecord."""
     kernel, arch = kernel_of(fields), _arch(fields)
     on_cpu = _on_cpu(fields.group("on_cpu")) if arch in PROCESSORS else None
@@ -235,6 +241,7 @@ def binary_from(fields: Fields) -> Binary:
         sha256=_sha256(fields, "sha256"),
         source=fields.text("source", r"kernels/[A-Za-z0-9_]+\.py", "such as kernels/NAME.py"),
         source_sha256=_sha256(fields, "source_sha256"),
+        launch_sha256=_sha256(fields, "launch_sha256") if schema == SCHEMA else "",
         kernel=kernel,
         arch=arch,
         function=fields.text("function", r"[A-Za-z_][A-Za-z0-9_]*", "the name of a function"),

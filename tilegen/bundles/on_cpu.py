@@ -1,14 +1,14 @@
 """Binaries of a bundle on this machine's processor: checked, opened and launched without LLVM.
 
-Opening a shared object runs what it holds, so only files that no other user can have written are
-opened.
+Opening a shared object runs what it holds, as executing the text of a launch does, so only files
+that no other user can have written are opened.
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,16 +23,17 @@ if TYPE_CHECKING:
     import torch
 
     from tilegen.cpu.function import CpuFunction
-    from tilegen.launch.launcher import Run
+    from tilegen.launch.launcher import Run, Start
     from tilegen.problem import AttentionProblem
 
 
 def check_files(path: Path, manifest: Manifest) -> None:
-    """Check that no other user can have written the shared objects of a folder. Raises
+    """Check that no other user can have written the launches and shared objects of a folder. Raises
     Unsupported."""
     for binary in manifest.binaries:
+        _private(path, binary.source, check_private)
         if binary.on_cpu is not None:
-            _code(path, binary, check_private)
+            _private(path, binary.file, check_private)
 
 
 def opened(path: Path, binary: Binary, problem: AttentionProblem) -> CpuFunction:
@@ -49,53 +50,56 @@ def opened(path: Path, binary: Binary, problem: AttentionProblem) -> CpuFunction
             f"{path / binary.file} is for {binary.arch}, and this processor lacks "
             f"{' '.join(lacking)}; generate for another --arch"
         )
-    code = _code(path, binary, read_private)
-    if code is None or hashlib.sha256(code).hexdigest() != binary.sha256:
-        raise Unsupported(damage(path, [binary.file]))
+    read_whole(path, binary.file, binary.sha256)
     made = as_compiled(binary.function, binary.arguments, facts)
     work = Work.of(binary.kernel, binary.config, problem, made.names)
     return CpuFunction(made, work=work, code=SharedObject(path / binary.file, binary.function))
 
 
-def _code(path: Path, binary: Binary, read: Callable[[Path], bytes | None]) -> bytes | None:
+def read_whole(path: Path, name: str, sha256: str) -> bytes:
+    """Read a file of the folder `path` that no other user can have written, and check its digest.
+    Raises Unsupported."""
+    code = _private(path, name, read_private)
+    if code is None or hashlib.sha256(code).hexdigest() != sha256:
+        raise Unsupported(damage(path, [name]))
+    return code
+
+
+def _private(path: Path, name: str, read: Callable[[Path], bytes | None]) -> bytes | None:
     try:
-        return read(path / binary.file)
+        return read(path / name)
     except NotPrivate as doubt:
         raise Unsupported(
-            f"{binary.file} in {path} is not opened, since another user could have written it: "
+            f"{name} in {path} is not opened, since another user could have written it: "
             f"{doubt}; copy the bundle to a folder that only you can write to"
         ) from None
 
 
-class OnCpuFunction:
-    """The function of a binary, for its launcher.
+def starting(binary: Binary, load: Callable[[], CpuFunction]) -> Start:
+    """Return the function for `launch_by` of a binary, which is loaded at the first launch.
 
-    A kernel that writes only tensors that the launch allocates is launched with addresses. Other
-    kernels take tensors, since their memory may overlap and threads may add to copies of them.
+    A kernel that writes only tensors that the launch allocates is launched without checks. The
+    memory of others may overlap, and threads may add to copies of it.
     """
+    made = {f"{name}_ptr" for name in KERNELS[binary.kernel].allocated}
+    facts = binary.on_cpu
+    assert facts is not None
+    checked = bool(facts.added) or not {*facts.written} <= made
 
-    def __init__(self, binary: Binary, load: Callable[[], CpuFunction]) -> None:
-        """`load` is called at the first launch."""
-        made = {f"{name}_ptr" for name in KERNELS[binary.kernel].allocated}
-        facts = binary.on_cpu
-        assert facts is not None
-        self.takes_tensors = bool(facts.added) or not {*facts.written} <= made
-        self._where = binary.function
-        self._load = load
-        self._loaded: CpuFunction | None = None
+    def too_large(grid: int, arguments: list[Any], device: torch.device) -> None:
+        raise Unsupported(f"{binary.function}: a size or stride is too large: {arguments}")
 
-    def prepare(self, grid: int, arguments: Sequence[Any]) -> Run:
-        """Return the function that launches the binary; it is the same for all arguments."""
-        return self._run
+    def start(grid: int, arguments: list[Any], device: torch.device) -> Run:
+        function = load()
 
-    def _run(self, grid: int, values: list[Any], device: torch.device) -> None:
-        function = self._loaded
-        if function is None:
-            function = self._loaded = self._load()
-        try:
-            if self.takes_tensors:
-                function[(grid,)](*values)
-            else:
-                function.run(grid, values, device)
-        except struct.error as error:
-            raise Unsupported(f"{self._where}: a size or stride is too large: {error}") from None
+        def with_checks(grid: int, arguments: list[Any], device: torch.device) -> None:
+            try:
+                function[(grid,)](*arguments)
+            except struct.error:
+                too_large(grid, arguments, device)
+
+        run = with_checks if checked else function.unchecked(arguments, too_large)
+        run(grid, arguments, device)
+        return run
+
+    return start

@@ -17,13 +17,17 @@ from tilegen.bundles.devices import check_devices, runs_on
 from tilegen.bundles.expected import why_not_ours
 from tilegen.bundles.folder import MAX_MANIFEST, damage, read, sha256_of
 from tilegen.bundles.manifest import MANIFEST, Binary, Manifest, Served
+from tilegen.bundles.on_cpu import read_whole
 from tilegen.cpu.processors import PROCESSORS, runs_here
 from tilegen.disk import log
 from tilegen.emit.identity import representative
+from tilegen.emit.launch import launch_of
 from tilegen.errors import InvalidRecord, Unsupported
 from tilegen.store.files import read_bytes, text_of
 
 if TYPE_CHECKING:
+    import torch
+
     from tilegen.bundles.driver import DriverFunction
     from tilegen.cpu.function import CpuFunction
     from tilegen.gpus.spec import GpuSpec
@@ -112,13 +116,16 @@ class Bundle:
         problem: AttentionProblem,
         gpu: GpuSpec | None,
         direction: Direction,
+        device: torch.device,
         *,
         aligned: bool,
     ) -> dict[Kernel, BoundKernel] | None:
-        """Return the kernels of a pass, ready to be launched; None if the bundle has none. Without
-        a `gpu` they are for this machine's processor."""
-        from tilegen.bundles.launching import launcher_of, launcher_on_cpu
+        """Return the kernels of a pass, ready to be launched on a device; None if the bundle has
+        none. Without a `gpu` they are for this machine's processor."""
+        from tilegen.bundles.launching import Packed
+        from tilegen.bundles.on_cpu import starting
         from tilegen.launch.binding import BoundKernel
+        from tilegen.launch.launcher import launch_by
 
         if (binaries := self.find(problem, gpu, direction, aligned=aligned)) is None:
             return None
@@ -126,12 +133,11 @@ class Bundle:
         kernels: dict[Kernel, BoundKernel] = {}
         for binary in binaries:
             if gpu is None:
-                launcher = launcher_on_cpu(binary, partial(self.on_cpu, binary, problem))
+                start = starting(binary, partial(self.on_cpu, binary, problem))
             else:
-                launcher = launcher_of(binary, partial(self.function, binary))
-            kernels[binary.kernel] = BoundKernel(
-                launcher.launch, problem.mask, binary.kernel, binary.config, launcher.extra_names
-            )
+                start = Packed(binary, partial(self.function, binary)).start
+            launch = launch_by(start, self._launch(binary, problem), device, binary.file)
+            kernels[binary.kernel] = BoundKernel(launch, problem.mask, binary.kernel, binary.config)
         return kernels
 
     def function(self, binary: Binary) -> DriverFunction:
@@ -154,6 +160,25 @@ class Bundle:
             if binary.file not in self._on_cpu:
                 self._on_cpu[binary.file] = opened(self.path, binary, problem)
             return self._on_cpu[binary.file]
+
+    def _launch(self, binary: Binary, problem: AttentionProblem) -> str:
+        """Return the text of a binary's launch. Raises Unsupported."""
+        source = read_whole(self.path, binary.source, binary.source_sha256).decode()
+        if binary.launch_sha256:
+            text = launch_of(source)
+            if hashlib.sha256(text.encode()).hexdigest() != binary.launch_sha256:
+                raise Unsupported(damage(self.path, [binary.source]))
+            return text
+        from tilegen.emit.render import render  # loads Jinja
+
+        aligned = binary.stride_unit > 1
+        rendered = render(problem, binary.config, binary.kernel, aligned=aligned)
+        if binary.arguments[: len(rendered.signature)] != rendered.signature:
+            raise Unsupported(
+                f"{binary.file} in {self.path} has other arguments than this tilegen's "
+                f"{binary.kernel}; generate the bundle again"
+            )
+        return launch_of(rendered.source)
 
     def _code(self, binary: Binary) -> bytes:
         """Read a binary and check its digest. Raises Unsupported."""

@@ -18,15 +18,12 @@ from tilegen.masks.kinds import FULL_MASK
 from tilegen.masks.mask import Mask
 from tilegen.masks.plain import check_plain
 from tilegen.masks.score import Score
+from tilegen.private_torch import count_modes, transform
 from tilegen.runtime.call import ScoreFunction, describe, dropout_of, score_of
 from tilegen.runtime.dispatch import planned
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Types of tensors that surely have elements; subclasses, such as fake tensors, may have none."""
-# PyTorch has no public query for dispatch modes and for the transforms of torch.func.
-_count_modes = torch._C._len_torch_dispatch_stack  # pyright: ignore[reportPrivateUsage]
-_transform: Any = torch._C._functorch.peek_interpreter_stack  # type: ignore[attr-defined]
-
 _is_traced_by_jit: Any = torch.jit.is_tracing  # pyright: ignore[reportPrivateImportUsage]
 
 
@@ -52,9 +49,9 @@ def attend(
             mask = as_mask(mask)
         if is_watched(q):
             # Transforms raise an error of their own; dynamo cannot tell whether there are any.
-            if is_dynamo_compiling() or _transform() is None:
+            if is_dynamo_compiling() or transform() is None:
                 refuse_tangents(q, k, v)
-            call = mask, score, kv_lengths, scale, dropout_p, _transform() is not None, pages
+            call = mask, score, kv_lengths, scale, dropout_p, transform() is not None, pages
             out, lse = _watched(q, k, v, *call)
             return out, public_lse(lse)
         score = None if score is None else score_of(score)
@@ -84,8 +81,8 @@ def is_watched(q: Any) -> bool:
     """Check whether PyTorch traces, counts or transforms a call with these queries."""
     return bool(
         is_dynamo_compiling()
-        or _transform() is not None
-        or _count_modes()
+        or transform() is not None
+        or count_modes()
         or (type(q) not in _PLAIN and isinstance(q, torch.Tensor))
     )
 

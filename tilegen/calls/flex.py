@@ -5,13 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn.attention.flex_attention import (
-    _LARGE_SPARSE_BLOCK_SIZE,  # pyright: ignore[reportPrivateUsage]
-    AuxOutput,
-    AuxRequest,
-    BlockMask,
-    noop_mask,
-)
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, noop_mask
 
 from tilegen.calls.attention import attention
 from tilegen.calls.maxima import row_maxima
@@ -23,6 +17,7 @@ from tilegen.masks.made import is_traced
 from tilegen.masks.mask import Mask, Pending, full
 from tilegen.masks.score import Score
 from tilegen.masks.tracing.reads import Traces
+from tilegen.private_torch import largest_block
 from tilegen.runtime.call import AXES, ScoreFunction, check_axes, score_of
 
 
@@ -120,7 +115,7 @@ _converted_masks = Traces(_converted, attributes=_READS)
 
 
 def _check_lengths(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> None:
-    if tuple(getattr(block_mask, "BLOCK_SIZE", ())) == (_LARGE_SPARSE_BLOCK_SIZE,) * 2:
+    if tuple(getattr(block_mask, "BLOCK_SIZE", ())) == (largest_block(),) * 2:
         return  # one block, for sequences of any lengths
     expected = tuple(int(n) for n in getattr(block_mask, "seq_lengths", ()))
     lengths = (query.shape[-2], key.shape[-2])

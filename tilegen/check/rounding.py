@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilegen.check.reference import Inputs, for_each_query_head, softmax_of
 from tilegen.masks.dropout import Dropout
 from tilegen.masks.mask import Mask
 from tilegen.masks.score import Score
+from tilegen.private_torch import TorchDispatchMode
 
 UNIT = 2.0**-24
 """Half a unit in the last place of 1 in fp32; kernels compute in fp32 for inputs of any dtype."""

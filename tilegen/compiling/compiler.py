@@ -112,8 +112,8 @@ def compile_for(rendered: RenderedKernel, arch: str, *, line_info: bool = True) 
     if arch in PROCESSORS:
         return _shared_object(rendered, arch)
     import triton
-    from triton import knobs
-    from triton.compiler import ASTSource
+
+    from tilegen.private_triton import ASTSource, knobs
 
     class Source(ASTSource):  # type: ignore[misc]
         """A function that Triton parses here, and in no other step of `triton.compile`."""
@@ -192,7 +192,7 @@ def _shared_object(rendered: RenderedKernel, arch: str) -> CompiledKernel:
 
 
 def _target(arch: str) -> Any:
-    from triton.backends.compiler import GPUTarget
+    from tilegen.private_triton import GPUTarget
 
     if match := re.fullmatch(r"sm_(\d{2,3})", arch):
         return GPUTarget("cuda", int(match[1]), 32)

@@ -85,8 +85,7 @@ def noting_launches() -> Generator[LaunchedBinaries, None, None]:
     """
     seen = LaunchedBinaries()
     try:
-        from triton import knobs
-        from triton.compiler import CompiledKernel
+        from tilegen.private_triton import CompiledKernel, knobs
 
         original, hooks = CompiledKernel.launch_metadata, knobs.runtime.launch_enter_hook
         add_hook, remove_hook = hooks.add, hooks.remove

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 
 def nvidia_tool(name: str) -> str:
     """Return the path of an NVIDIA program in Triton's wheel, such as cuobjdump."""
-    import triton.backends.nvidia as backend
+    from tilegen.private_triton import PROGRAMS
 
-    return str(Path(next(iter(backend.__path__))) / "bin" / name)
+    return str(PROGRAMS / name)

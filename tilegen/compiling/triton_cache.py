@@ -21,7 +21,7 @@ UNWRITABLE = (
 def written(compile: Callable[[], T]) -> T:
     """Compile by Triton, a second time into a temporary folder if its cache cannot be written.
     Raises Unsupported if that cannot be written either."""
-    from triton import knobs
+    from tilegen.private_triton import knobs
 
     try:
         return compile()

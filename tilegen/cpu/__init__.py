@@ -114,5 +114,5 @@ def _loaded(rendered: RenderedKernel, mode: BuildMode) -> ModuleType:
     module.__file__ = emitted.__file__
     exec(compile(rendered.source, str(emitted.__file__), "exec"), module.__dict__)
     setattr(module, rendered.function, EmittedFunction(rendered, host(), mode))
-    module.FUNCTION = rendered.function  # type: ignore[attr-defined]
+    vars(module).update(SOURCE=rendered.source, FUNCTION=rendered.function)
     return module

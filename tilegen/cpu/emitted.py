@@ -7,7 +7,7 @@ such as int64 instead of int32. The kernel is then compiled again, as Triton doe
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from threading import Lock
@@ -22,8 +22,8 @@ from tilegen.cpu.objects import CompiledObject
 from tilegen.cpu.target import Target
 from tilegen.cpu.work import Work
 from tilegen.emit.identity import RenderedKernel
+from tilegen.launch.launcher import Run, Start, always
 
-MAX_INT = 2**31
 Types = tuple[tuple[str, str], ...]
 
 
@@ -54,19 +54,32 @@ class EmittedFunction:
         """The machine code for the declared types."""
         return self._declared.made
 
-    def writes_only(self, names: Collection[str]) -> bool:
-        """Check whether the kernel can be launched with plain addresses and writes only the
-        arguments in `names`. A kernel that checks addresses, adds to copies or takes descriptors
-        cannot."""
-        types = (type_ for _, type_ in self._source.signature)
-        if self._mode or self.made.private or any(t.startswith("tensordesc") for t in types):
-            return False
-        return {self.made.names[i] for i in self.made.stored} <= set(names)
+    def starting(self, made: Collection[str]) -> Start:
+        """Return the function for `launch_by`, of a launch that allocates the tensors in `made`.
 
-    def compiled_for(self, given: tuple[Any, ...]) -> CpuFunction:
-        """Return the machine code for arguments of these types."""
-        wide = any(type(x) is int and not -MAX_INT <= x < MAX_INT for x in given)
-        return self._compiled(given, wide=wide)
+        Nothing is checked if the kernel writes these alone. A kernel that writes tensors of the
+        caller is launched with a check for overlaps, as are one that adds to copies, one that takes
+        descriptors and one that checks addresses.
+        """
+        names = self.made.names
+        types = (type_ for _, type_ in self._source.signature)
+        if (
+            self._mode
+            or self.made.private
+            or any(type_.startswith("tensordesc") for type_ in types)
+            or not {names[i] for i in self.made.stored} <= {f"{name}_ptr" for name in made}
+        ):
+            return always(lambda grid, arguments, device: self._launch((grid,), *arguments))
+
+        def wide(grid: int, arguments: list[Any], device: torch.device) -> None:
+            self._compiled(arguments, wide=True).unchecked(arguments)(grid, arguments, device)
+
+        def start(grid: int, arguments: list[Any], device: torch.device) -> Run:
+            run = self._compiled(arguments, wide=False).unchecked(arguments, wide)
+            run(grid, arguments, device)
+            return run
+
+        return start
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return partial(self._launch, grid)
@@ -77,7 +90,7 @@ class EmittedFunction:
         except struct.error:  # an integer does not fit the declared 32 bits
             self._compiled(given, wide=True)[grid](*given)
 
-    def _compiled(self, given: tuple[Any, ...], *, wide: bool) -> CpuFunction:
+    def _compiled(self, given: Sequence[Any], *, wide: bool) -> CpuFunction:
         kind = wide, *[x.dtype for x in given if isinstance(x, torch.Tensor)]
         function = self._known.get(kind)
         if function is None:
@@ -87,7 +100,7 @@ class EmittedFunction:
                 function = self._known[kind]
         return function
 
-    def _types(self, given: tuple[Any, ...], *, wide: bool) -> Types:
+    def _types(self, given: Sequence[Any], *, wide: bool) -> Types:
         """Return the declared names with the types of the given arguments."""
         types: list[tuple[str, str]] = []
         for (name, declared), value in zip(self._source.signature, given, strict=True):

@@ -16,6 +16,7 @@ from tilegen.cpu.objects import CompiledObject
 from tilegen.cpu.threads import by_pool, parallel, scratch, usable_threads
 from tilegen.cpu.work import Work
 from tilegen.errors import Unsupported, WrongResult
+from tilegen.launch.launcher import Run, by_address
 
 BuildMode = Literal["", "bounds", "count"]
 """Extra work of a build: none, checks of addresses, or counts of bytes."""
@@ -34,6 +35,16 @@ _LAUNCH = ctypes.CFUNCTYPE(
 )
 
 
+_FITTING = """
+    start(grid, pack({values}), arguments)
+"""
+_UNCHECKED = """
+    try:
+        words = pack({values})
+    except error:
+        return wide(grid, arguments, device)
+    start(grid, words, arguments)
+"""
 _THREAD = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _SHARED = struct.Struct("=8q").pack
 """Packs the words that the threads of a launch share; see `jit.driver`."""
@@ -98,10 +109,16 @@ class CpuFunction:
 
         return launch
 
-    def run(self, grid: int, values: list[Any], device: torch.device) -> None:
-        """Launch with numbers and addresses a kernel whose results overlap no other argument."""
+    def unchecked(self, arguments: list[Any], wide: Run | None = None) -> Run:
+        """Return the `run` of a launch for arguments like these. It checks nothing, as for a kernel
+        whose results overlap no other argument. An integer that does not fit the declared 32 bits
+        is passed on to `wide`, or else raises struct.error."""
+        names = dict(start=self._start_packed, pack=self._pack, error=struct.error, wide=wide)
+        return by_address(arguments, _UNCHECKED if wide else _FITTING, **names)
+
+    def _start_packed(self, grid: int, words: bytes, arguments: list[Any]) -> None:
         if grid:
-            self._start((grid, 1, 1), values, None)
+            self._run((grid, 1, 1), words, self._threads(grid, arguments), None)
 
     def _start(self, grid: tuple[int, int, int], values: list[Any], extra: int | None) -> None:
         gx, gy, gz = grid

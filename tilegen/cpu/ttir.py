@@ -54,10 +54,7 @@ def ttir_of(source: Source) -> str:
 
     Raises BuildFailed if Triton rejects the function.
     """
-    from triton._C.libtriton import ir
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    from triton.compiler.compiler import make_backend
+    from tilegen.private_triton import ASTSource, GPUTarget, ir, make_backend
 
     target = GPUTarget("cuda", _ARCH, 32)
     backend = make_backend(target)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from tilegen.kernels.arguments import SCALE, SCALE_IN_BASE_2, Line
 from tilegen.kernels.config import Dim, TileConfig
@@ -65,25 +66,23 @@ class Arguments:
         ]
         return len(every) - (0 if self.extras else sum(one.type == "fp32" for one in every))
 
+    @cached_property
+    def viewed(self) -> list[str]:
+        """The parameters of `launch` whose strides are read."""
+        # The kernel may take no strides of v, if values are in keys: v is one of them nevertheless.
+        strided = dict.fromkeys(x.of for x in self.spec.by_name.values() if x.taken == "stride")
+        return [name for name in strided if name in self.spec.parameters]
+
     @property
     def given(self) -> str:
         """The parameters of `launch`."""
         names = [*self.spec.parameters, *(one.of for line in self.extras for one in line.arguments)]
         names = list(dict.fromkeys(names))
+        if self.viewed:  # the kernel may see them in other shapes
+            names += ["*", "laid=None"]
         if len(text := ", ".join(names)) + len("def launch():") <= WIDTH:
             return text
         return "\n    " + "\n    ".join(packed([[name] for name in names], WIDTH - 4)) + "\n"
-
-    @property
-    def passed(self) -> list[str]:
-        """The lines that `launch` passes."""
-        first, *others = self.lines
-        strides = [line for line in others if line.arguments[0].taken == "stride"]
-        numbers = [line for line in others if line.arguments[0].taken != "stride"]
-        printed = [*packed([[each] for each in first.expressions], WIDTH - 8)]
-        for lines in (strides, numbers):
-            printed += packed([line.expressions for line in lines], WIDTH - 8)
-        return printed + [", ".join(line.expressions) + "," for line in self.extras]
 
     @property
     def _all(self) -> tuple[Line, ...]:

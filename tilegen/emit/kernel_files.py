@@ -152,6 +152,7 @@ def _import(source: bytes, file: str, digest: str) -> ModuleType:
     linecache.cache[name] = len(source), None, text.splitlines(keepends=True), name
     sys.modules[module.__name__] = module  # Triton looks up a kernel's module by name
     exec(code, module.__dict__)
+    vars(module)["SOURCE"] = text
     if not hasattr(module, "launch"):
         raise ImportError(f"expected a function `launch` in {file}")
     return module

@@ -28,14 +28,14 @@ from tilegen.emit.identity import (
     template_digest,
     template_folders,
 )
-from tilegen.emit.launch import EmittedLaunch
+from tilegen.emit.launch import MARK, EmittedLaunch
 from tilegen.emit.whole_lines import WholeLines
 from tilegen.errors import Unsupported
 from tilegen.kernels.arguments import DROPOUT, SINKS
 from tilegen.kernels.config import OPTIONS, Kernel, TileConfig, head_dim_chunks
 from tilegen.kernels.descriptors import why_not_described
 from tilegen.kernels.launch_order import heavy_end, rows_together
-from tilegen.kernels.registry import KERNELS, check_config, family_with, tile_heads
+from tilegen.kernels.registry import KERNELS, check_config, family_with, grid_of, tile_heads
 from tilegen.kernels.spec import KernelSpec
 from tilegen.kernels.split_kv import FILLING, usual_tiles
 from tilegen.masks.apart import guard_of
@@ -192,8 +192,14 @@ def _context(
         "per_head": side == "columns" and ranges.per_head,
         "needs_head": keep.per_head,
         "arguments": arguments,
+        "mark": MARK,
         "launch": EmittedLaunch(
-            spec=spec, arguments=arguments, config=config, pairs=problem.pair_lse
+            spec=spec,
+            arguments=arguments,
+            config=config,
+            grid=grid_of(spec.name, config, problem.group_size),
+            unit=unit,
+            pairs=problem.pair_lse,
         ),
         "score": change,
         "pairs": problem.pair_lse,

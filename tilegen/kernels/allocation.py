@@ -1,22 +1,17 @@
-"""Allocate uninitialised tensors as PyTorch's compiled code does.
-
-These undocumented PyTorch functions allocate on the CPU, or on the current GPU, in half the time of
-`torch.empty_strided`, which is the fall-back if they are missing.
-"""
+"""Allocate uninitialised tensors, on the CPU or on the current GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
 
-    Empty = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
-    """Returns a tensor of a size, strides and dtype."""
+    from tilegen.private_torch import Empty
 
 _is_poisoned = ContextVar("_is_poisoned", default=False)
 
@@ -48,15 +43,9 @@ def uninitialised(tensor: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _allocator(is_cuda: bool) -> Empty:
-    import torch
+    from tilegen.private_torch import empty_on
 
-    device = "cuda" if is_cuda else "cpu"
-    function: Any = torch
-    for name in ("_C", "_dynamo", "guards", f"_empty_strided_{device}"):
-        function = getattr(function, name, None)
-    if function is not None:
-        return function
-    return lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device)
+    return empty_on("cuda" if is_cuda else "cpu")
 
 
 @cache

@@ -6,6 +6,7 @@ tensor or number that it comes from, and the part that it takes.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
@@ -46,18 +47,17 @@ class Argument:
 
     @property
     def expression(self) -> str:
-        """The expression that the emitted `launch` passes; sizes are passed by name."""
+        """The expression that the emitted `launch` passes: a tensor instead of an address, and
+        sizes by name, before a division by the unit of strides."""
         match self.taken:
             case "units":
-                return f"{self.name.removesuffix('_units')} // STRIDE_UNIT.value"
-            case "base 2":
-                return f"max({self.of} * math.log2(math.e), 2.0**-149)"
+                return self.name.removesuffix("_units")
+            case "base 2":  # dropped scores are -inf before they are scaled: 0 would make them NaN
+                return f"max({self.of} * {math.log2(math.e)!r}, 2.0**-149)"
             case "flag":
                 return f"int({self.of})"
             case "address" | "number":
                 return self.of
-            case "descriptor":
-                return f"_described({self.of}, {self.rows.upper()}.value, {self.axis})"
             case _:
                 return self.name
 
@@ -87,16 +87,14 @@ class Line:
     @property
     def expressions(self) -> list[str]:
         """The expressions that the emitted `launch` passes for the line."""
-        first = self.arguments[0]
-        if first.taken == "stride":
-            if len(self.arguments) == 2:  # of a panel
-                return [f"*(stride // STRIDE_UNIT.value for stride in {first.of}.stride()[:2])"]
-            return [f"*_strides({first.of})"]
+        sizes = [one.of for one in self.arguments if one.name == f"{one.of}_n{one.axis}"]
         passed = (
-            f"*{argument.of}.shape"
-            if argument.name == f"{argument.of}_n{argument.axis}"
-            else argument.expression
-            for argument in self.arguments
+            one.expression
+            if one.name != f"{one.of}_n{one.axis}"
+            else f"*{one.of}.shape"
+            if sizes.count(one.of) > 1
+            else f"{one.of}.numel()"  # in less than half the time of a shape
+            for one in self.arguments
         )
         return list(dict.fromkeys(passed))
 
@@ -190,11 +188,8 @@ SCALE_IN_BASE_2 = Line(
     (Argument("softmax_scale_log2", "fp32", "softmax_scale", "base 2"),),
     "softmax scale * log2(e), above 0",
 )
-"""The scale of kernels that scale scores and convert them to base 2 in one product; at least
-LEAST_SCALE."""
-LEAST_SCALE = 2.0**-149
-"""The smallest fp32 number above 0. Dropped scores are -inf before they are scaled, and a scale of
-0 would turn them into NaN."""
+"""The scale of kernels that scale scores and convert them to base 2 in one product; at least the
+smallest fp32 number above 0."""
 SCALE = factor("softmax_scale", "not negative")
 """The scale of kernels that change scores before converting them to base 2."""
 

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     import torch
 
 
+MAX_ROW_STRIDE = 2**22  # elements; emitted kernels address a tile of rows with 32 bits
 Laid = tuple[tuple[int, ...], tuple[int, ...]]
 """The shape and the strides of a tensor."""
 

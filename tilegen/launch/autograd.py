@@ -13,13 +13,13 @@ from tilegen.emit.identity import is_aligned
 from tilegen.environment import current, using
 from tilegen.errors import Unsupported
 from tilegen.kernels.descriptors import is_describable
-from tilegen.kernels.layout import empty_like
+from tilegen.kernels.layout import MAX_ROW_STRIDE, empty_like
 from tilegen.launch.changes import Changes, Gradients, Wanted
 from tilegen.launch.derivatives import refuse_second, refuse_tangents
-from tilegen.launch.launch_text import MAX_ROW_STRIDE
 from tilegen.masks.form import Shape
 from tilegen.masks.score import Score
 from tilegen.masks.tensors import tensors_of
+from tilegen.private_torch import Function
 
 if TYPE_CHECKING:
     from tilegen.launch.kernels import Kernels
@@ -52,13 +52,7 @@ def run(
     return kernels.forward(q, k, v, scale, changes)
 
 
-# `Function` without its support for transforms of torch.func, whose tensors have no addresses and
-# never get here. It takes a quarter less time. It is undocumented: `Function` replaces it if it is
-# missing.
-_Function: Any = getattr(torch.autograd.function, "_SingleLevelFunction", torch.autograd.Function)
-
-
-class _Attention(_Function):
+class _Attention(Function):
     """Attention by kernels. The forward saves out and lse; the backward has no atomics, except on a
     GPU for the gradients of tensors that a score reads."""
 
@@ -98,7 +92,7 @@ class _Attention(_Function):
         return _backward(ctx, dout, dlse)
 
 
-class _Gradients(_Function):
+class _Gradients(Function):
     """The gradients of a call as a node that rejects second derivatives.
 
     All tensors that the gradients depend on are inputs. `once_differentiable` would reject only

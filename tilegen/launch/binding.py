@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -32,10 +32,9 @@ class BoundKernel:
         mask: Mask,
         kernel: Kernel,
         config: TileConfig,
-        names: Collection[str] | None = None,
     ) -> None:
-        """`names` are the parameters of the launch, by default those of its signature."""
-        names = inspect.signature(launch).parameters if names is None else names
+        """Find the parameters of the launch that are tensors of mask and score."""
+        names = inspect.signature(launch).parameters
         self.launch = launch
         slots = [(int(name[1:]), name) for name in names if re.fullmatch(r"t\d+", name)]
         self._slots = [(slot, name, mask.tables[slot].kind == "bool") for slot, name in slots]

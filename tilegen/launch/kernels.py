@@ -13,7 +13,6 @@ import torch
 from tilegen import bundles, cpu, pipeline
 from tilegen.cpu import runs_compiled
 from tilegen.disk import log
-from tilegen.emit.identity import stride_unit
 from tilegen.environment import current, using
 from tilegen.errors import Unsupported
 from tilegen.gpus.spec import ASSUMED, GpuSpec, detect, gpu
@@ -269,9 +268,9 @@ class Kernels:
             may_tune=self._on_gpu,
             may_compile=self._on_gpu,
         )
-        unit = stride_unit(problem, self.aligned)
+        where: Any = {"aligned": self.aligned, "device": self.device}
         kernels = {
-            kernel: bound_module(module, problem, kernel, chosen[kernel].config, unit)
+            kernel: bound_module(module, problem, kernel, chosen[kernel].config, **where)
             for kernel, module in pipeline.load(chosen, aligned=self.aligned).items()
         }
         family = passes.family_of(kernels, direction)
@@ -307,7 +306,9 @@ class Kernels:
         `spec` they are for this machine's processor."""
         for bundle in bundles.loaded:
             problem = self._problems[direction]
-            if kernels := bundle.launches(problem, spec, direction, aligned=self.aligned):
+            if kernels := bundle.launches(
+                problem, spec, direction, self.device, aligned=self.aligned
+            ):
                 return kernels
         return None
 

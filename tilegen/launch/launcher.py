@@ -1,208 +1,90 @@
-"""Launch a kernel: allocate results, and derive every argument from its name.
+"""Execute the text of a launch with a `run` that launches a kernel.
 
-One launcher serves kernels that Triton compiles here and binaries of bundles; they differ in the
-`Function` that takes the arguments. tilegen/bundles/format.md has the same table of names, for
-programs in other languages.
+The text is the last part of an emitted file (tilegen/emit/launch.py). It ends in a call of `run`,
+which the file defines by Triton's public syntax. The functions that replace it take less time:
+`TritonRun` for a kernel that Triton compiles, `EmittedFunction.run_for` for one that is compiled
+for the CPU, and those of tilegen/bundles for binaries.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from functools import lru_cache
+from types import CodeType
+from typing import Any, ClassVar
 
 import torch
 
-from tilegen.errors import Unsupported
 from tilegen.kernels.allocation import allocator
-from tilegen.kernels.arguments import LEAST_SCALE, Argument, extra, size
-from tilegen.kernels.config import Kernel, TileConfig
-from tilegen.kernels.layout import Laid
 from tilegen.kernels.panels import Launch
-from tilegen.kernels.registry import KERNELS
-from tilegen.launch.launch_text import MAX_ROW_STRIDE, LaunchText
 
 Run = Callable[[int, list[Any], torch.device], None]
-"""Launches a grid of programs on the current stream of a device. Takes the values of all
-arguments: numbers, and addresses of tensors."""
-
-
-class Function(Protocol):
-    """A kernel that can be launched."""
-
-    @property
-    def takes_tensors(self) -> bool:
-        """True if it takes tensors and Triton's descriptors instead of addresses."""
-        ...
-
-    def prepare(self, grid: int, arguments: Sequence[Any]) -> Run:
-        """Return a function that launches the kernel with arguments like these, which hold tensors
-        instead of addresses. Raises Unfamiliar if only the emitted `launch` can launch the
-        kernel."""
-        ...
+"""Launches a grid of programs on the current stream of a device. Takes the kernel's arguments:
+tensors, their descriptors, and numbers."""
+Start = Callable[[int, list[Any], torch.device], Run | None]
+"""Launches as a `Run` does, and returns the `run` of later launches; None if that is not known
+yet."""
 
 
 @dataclass(slots=True)
 class Described:
-    """The fields of a tensor descriptor that Triton's launcher reads, without the tensor."""
+    """The fields of a tensor descriptor that Triton's launcher reads, without Triton's checks."""
 
-    address: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
+    base: torch.Tensor
+    shape: list[int]
+    strides: list[int]
+    block_shape: list[int]
     padding: ClassVar[str] = "zero"
     round_f32_to_tf32: ClassVar[bool] = False
 
-    @property
-    def base(self) -> Described:
-        """The object with the address: this object."""
-        return self
 
-    def data_ptr(self) -> int:
-        """Return the address, as a tensor does."""
-        return self.address
+def launch_by(
+    start: Start, text: str, device: torch.device, name: str, descriptor: Any = None
+) -> Launch:
+    """Return the `launch` of a text for tensors on a device.
 
+    Its kernel, called `name` in tracebacks, is launched by `start`, and takes a `descriptor` of
+    each tensor that it reads by tiles.
+    """
 
-class Unfamiliar(Exception):
-    """This version of Triton lacks an attribute that a launch without Triton's binder needs."""
+    def first(grid: int, arguments: list[Any], device: torch.device) -> None:
+        if (run := start(grid, arguments, device)) is not None:
+            module["run"] = run
 
-
-@dataclass(frozen=True, kw_only=True)
-class Launched:
-    """Facts about a kernel that its launcher needs."""
-
-    kernel: Kernel
-    config: TileConfig
-    arguments: tuple[str, ...]
-    """Names of the function's arguments, in order."""
-    stride_unit: int
-    grid: tuple[tuple[str, int], ...]
-    """The size of the grid: the product of ceil(size / divisor) over these pairs."""
-    where: str
-    """Name of the kernel in errors."""
-    described: tuple[Argument, ...] = ()
-    """Arguments that are tensor descriptors."""
-    of_batch: frozenset[str] = frozenset()
-    """Arguments that equal the batch size of q, although they are named as sizes of other tensors.
-    The lengths of padded batches have that size: the call has checked it."""
+    empty = allocator(is_cuda=device.type == "cuda")
+    module: dict[str, Any] = dict(torch=torch, run=first, empty=empty)
+    module["TensorDescriptor"] = descriptor
+    exec(_compiled(text, name), module)
+    return module["launch"]
 
 
-def extra_names(arguments: Iterable[str]) -> tuple[str, ...]:
-    """Return the names of the keyword arguments that a launch takes for mask and score."""
-    extras = (extra(name) for name in arguments)
-    named = (x.of for x in extras if x and x.taken in ("address", "number"))
-    return tuple(dict.fromkeys(named))
+def always(run: Run) -> Start:
+    """Return a `Start` for a `run` that takes all arguments."""
 
-
-class Launcher:
-    """Launcher of one kernel. `launch` has the parameters and results of the emitted `launch`; it
-    allocates and launches on the current stream of the tensors' device."""
-
-    launch: Launch
-    run: Run | None = None
-    """The prepared launch for usual arguments: aligned addresses, and integers within 32 bits."""
-    arranged: tuple[Any, Any] = (None, None)
-    """Shapes and strides of the last launch, and the values computed from them."""
-
-    def __init__(
-        self, launched: Launched, function: Function, emitted: Launch | None = None
-    ) -> None:
-        """`emitted` is the fallback if `function` raises Unfamiliar. Raises Unsupported for unknown
-        arguments."""
-        spec = KERNELS[launched.kernel]
-        names = extra_names(launched.arguments)
-        self.extra_names = tuple(name for name in names if name not in spec.parameters)
-        self._launched = launched
-        self._function = function
-        self._emitted = emitted
-        self._is_unfamiliar = False
-        tensors = spec.tensors.values()
-        sizes = [(spec.by_name.get(name) or size(name, tensors), by) for name, by in launched.grid]
-        text = LaunchText(
-            spec=spec,
-            arguments=[_argument(name, launched) for name in launched.arguments],
-            grid=sizes,
-            extras=self.extra_names,
-            unit=launched.stride_unit,
-            config=launched.config,
-            takes_tensors=function.takes_tensors,
-        )
-        self.text, self._viewed = str(text), [spec.parameters.index(name) for name in text.viewed]
-        module: dict[str, Any] = {
-            **dict(launcher=self, torch=torch, Unfamiliar=Unfamiliar, Described=Described),
-            "empty_on_cpu": allocator(is_cuda=False),
-            "empty_on_gpu": allocator(is_cuda=True),
-            "LOG2_E": math.log2(math.e),
-            "LEAST_SCALE": LEAST_SCALE,
-        }
-        exec(compile(self.text, f"<launch of {launched.where}>", "exec"), module)
-        self.launch = module["launch"]
-
-    def prepare(self, grid: int, arguments: Sequence[Any], unusual: int) -> Run:
-        """Return a function that launches the kernel with arguments like these, and cache it unless
-        they are `unusual`. Raises Unfamiliar."""
-        if self._is_unfamiliar:
-            raise Unfamiliar
-        try:
-            run = self._function.prepare(grid, arguments)
-        except Unfamiliar:
-            self._is_unfamiliar = True
-            raise
-        if not unusual:
-            self.run = run
+    def start(grid: int, arguments: list[Any], device: torch.device) -> Run:
+        run(grid, arguments, device)
         return run
 
-    def emitted(self, *given: Any, laid: tuple[Any, ...] | None, **extras: Any) -> Any:
-        """Launch by the emitted `launch`, with the views that `laid` describes. Raises Unsupported
-        if there is no such function."""
-        if self._emitted is None:
-            raise Unsupported(f"{self._launched.where} cannot be launched here")
-        seen = [*given]
-        if laid is not None:
-            shapes, strides = laid[: len(laid) // 2], laid[len(laid) // 2 :]
-            for i, shape, stride in zip(self._viewed, shapes, strides, strict=True):
-                seen[i] = given[i].as_strided(shape, stride)
-        return self._emitted(*seen, **extras)
-
-    def described(self, tensor: torch.Tensor, tiles: Described, rows: int, columns: int) -> Any:
-        """Return a descriptor of tiles in the form that Triton compiles for."""
-        from triton.tools.tensor_descriptor import TensorDescriptor
-
-        return TensorDescriptor(tensor, [*tiles.shape], [*tiles.strides], [1, 1, rows, columns])
-
-    def refuse_expanded(self, *laid: Laid) -> None:
-        """Raise Unsupported for strides of 0, which descriptors cannot hold."""
-        strides = " and ".join(str(stride) for _, stride in laid)
-        raise Unsupported(
-            f"{self._launched.where} uses tensor descriptors, which cannot read expanded "
-            f"(stride-0) dimensions, got strides {strides}; pass contiguous tensors"
-        )
-
-    def check_strides(self, *laid: Laid) -> None:
-        """Raise Unsupported for strides that the kernel cannot address."""
-        unit = self._launched.stride_unit
-        for shape, strides in laid:
-            sizes = zip(shape, strides, strict=True)
-            *others, dense = (0 if n == 1 else stride for n, stride in sizes)
-            if dense > 1 or any(s % unit for s in others) or others[2] >= MAX_ROW_STRIDE:
-                raise Unsupported(
-                    f"expected a dense last dimension, strides that are multiples of {unit} "
-                    f"elements and a row stride below {MAX_ROW_STRIDE}, got strides "
-                    f"{strides} for shape {tuple(shape)}"
-                )
+    return start
 
 
-def _argument(name: str, launched: Launched) -> Argument:
-    described = {argument.name: argument for argument in launched.described}
-    argument = described.get(name) or KERNELS[launched.kernel].by_name.get(name)
-    if argument is None and (argument := extra(name)) is not None and argument.taken == "size":
-        # The kernel may use a size only of a tensor that it reads.
-        argument = argument if f"{argument.of}_ptr" in launched.arguments else None
-        if name in launched.of_batch:
-            argument = Argument(name, "i32", "q", "size")
-    if argument is None:
-        raise Unsupported(
-            f"unknown argument {name!r} of {launched.where}, a {launched.kernel}; "
-            "generate the bundle again"
-        )
-    return argument
+def by_address(arguments: Sequence[Any], body: str, **names: Any) -> Run:
+    """Compile a `run` for arguments like these: addresses in place of tensors, `x0`, `x1` and so
+    on, are `{values}` in its body, which reads `names` besides. Loops would take twice as long."""
+    values = [f"x{i}" for i in range(len(arguments))]
+    pairs = zip(values, arguments, strict=True)
+    tensors = [name for name, x in pairs if isinstance(x, torch.Tensor)]
+    text = f"""
+def run(grid, arguments, device):
+    {", ".join(values)}, = arguments
+    {", ".join(tensors)}, = {", ".join(f"{name}.data_ptr()" for name in tensors)},
+    {body.strip().replace("{values}", ", ".join(values))}
+"""
+    exec(_compiled(text, "run"), names)
+    return names["run"]
+
+
+@lru_cache(maxsize=512)
+def _compiled(text: str, name: str) -> CodeType:
+    return compile(text, f"<launch of {name}>", "exec")

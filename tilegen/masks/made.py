@@ -127,7 +127,9 @@ def is_traced() -> bool:
         return False
     if torch.compiler.is_compiling():
         return True
-    return torch._C._functorch.peek_interpreter_stack() is not None  # PyTorch documents no way
+    from tilegen.private_torch import transform
+
+    return transform() is not None
 
 
 def made_once(make: Callable[P, T]) -> Callable[P, T]:

@@ -42,7 +42,7 @@ def _overrides(kind: type) -> bool:
     """Check whether a class has a `__torch_function__` of its own."""
     import torch
 
+    from tilegen.private_torch import NO_OVERRIDE
+
     own, inherited = (cast("Any", one).__torch_function__ for one in (kind, torch.Tensor))
-    # Classes such as DTensor have none.
-    disabled = torch._C._disabled_torch_function_impl  # pyright: ignore[reportPrivateUsage]
-    return own is not disabled and getattr(own, "__func__", None) is not inherited.__func__
+    return own is not NO_OVERRIDE and getattr(own, "__func__", None) is not inherited.__func__

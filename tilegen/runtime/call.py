@@ -16,8 +16,8 @@ from tilegen.emit.identity import VECTOR_BYTES
 from tilegen.environment import current
 from tilegen.errors import InvalidProblem
 from tilegen.kernels.config import shares_columns
+from tilegen.kernels.layout import MAX_ROW_STRIDE
 from tilegen.launch.changes import Changes
-from tilegen.launch.launch_text import MAX_ROW_STRIDE
 from tilegen.masks import score as scores
 from tilegen.masks.dropout import Dropout
 from tilegen.masks.form import Shape

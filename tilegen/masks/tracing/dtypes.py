@@ -7,8 +7,8 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore
 
+from tilegen import private_torch
 from tilegen.errors import Unsupported
 
 _PROMOTE = frozenset(
@@ -30,8 +30,8 @@ def kinds_of(
 ) -> Kinds:
     """Compute the dtypes of an operation on traced values, tables and numbers. Raises Unsupported
     where PyTorch has no such operation on these dtypes."""
-    if torch._C._len_torch_dispatch_stack():  # pyright: ignore[reportPrivateUsage]
-        with _disable_current_modes():  # torch.export would record these operations
+    if private_torch.count_modes():
+        with private_torch.without_modes():  # torch.export would record these operations
             return kinds_of(name, function, args, kwargs)
     flat = name in _PROMOTE
     given = [_stand_in(one, flat) for one in args]
@@ -39,7 +39,7 @@ def kinds_of(
     values = [*given[name == "where" :], *(one for key, one in named.items() if key != "alpha")]
     try:
         # A mode would record these operations.
-        with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
+        with private_torch.without_overrides():
             return Kinds(_common(values), function(*given, **named).dtype)
     except (TypeError, ValueError, RuntimeError, IndexError, ZeroDivisionError) as error:
         reason = str(error).partition("\n")[0]

@@ -19,6 +19,7 @@ import torch
 from cachetools import LRUCache
 from torch.overrides import TorchFunctionMode
 
+from tilegen import private_torch
 from tilegen.errors import TilegenError, Unsupported
 from tilegen.masks.made import assume_constant_result, is_traced
 from tilegen.masks.plain import check_plain
@@ -242,7 +243,7 @@ def _allow_mode() -> None:
     There it refuses all effects on what is outside. Entering and leaving a mode have none in the
     end, and a mode noted earlier in the graph is allowed. PyTorch documents no way to say so.
     """
-    dynamo: Any = getattr(torch, "_dynamo", None)  # not loaded where nothing is compiled
+    dynamo = private_torch.dynamo()
     try:
         traced = dynamo.symbolic_convert.InstructionTranslator.current_tx()
         tracer, stack = traced.output.current_tracer, dynamo.variables.torch_function
