@@ -189,7 +189,7 @@ def test_a_forward_without_a_backward_serves_calls_without_gradients(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_cpu_bundle([PROBLEM.format("fp32")], [BEST], tmp_path, ["forward"])
-    monkeypatch.setattr(cpu, "trouble", lambda: "llvmlite is not installed")
+    monkeypatch.setattr(cpu, "why_not_compiled", lambda: "llvmlite is not installed")
     monkeypatch.setattr("tilegen.runtime.dispatch.torch_run", by_torch := _Counted())
     bundle = load_bundle(tmp_path)
     q, k, v = leaves_of(AttentionProblem.parse(PROBLEM.format("fp32")))

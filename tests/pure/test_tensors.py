@@ -25,7 +25,10 @@ CONFIG = TileConfig(block_m=64, block_n=32)
 
 def _launch(spec: KernelSpec) -> EmittedLaunch:
     arguments = Arguments.of(spec, CONFIG, {"qk": 64, "v": 64}, (), changes_scores=False)
-    return EmittedLaunch(spec=spec, arguments=arguments, config=CONFIG, pairs=False)
+    grid = tuple((name, 16) for name, _ in spec.grid)
+    return EmittedLaunch(
+        spec=spec, arguments=arguments, config=CONFIG, grid=grid, unit=8, pairs=False
+    )
 
 
 def test_a_result_is_allocated_returned_and_counted() -> None:
@@ -34,9 +37,9 @@ def test_a_result_is_allocated_returned_and_counted() -> None:
     assert spec.lines[0].names == "q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, largest_ptr"
     assert spec.lines[0].arguments[-1].type == "*fp32"
     assert launch.results == ["out", "lse", "largest"]
-    device = "device=q.device, dtype=torch.float32"
+    assert "largest_shape = batch, num_heads_q, seqlen_q" in launch.arrangement
     assert (
-        launch.allocations[-1] == f"largest = torch.empty((batch, num_heads_q, seqlen_q), {device})"
+        launch.allocations[-1] == "largest = empty(largest_shape, largest_strides, torch.float32)"
     )
     described = "largest  (batch, heads, seqlen_q), fp32: the largest score of each row"
     assert described in [
