@@ -166,7 +166,7 @@ def test_named_kernels_are_not_replaced(
     """Where nothing compiles, PyTorch computes, unless TILEGEN_CPU=kernels is set."""
     from tilegen import cpu
 
-    monkeypatch.setattr(cpu, "trouble", lambda: "no compiler")
+    monkeypatch.setattr(cpu, "why_not_compiled", lambda: "no compiler")
     assert autograd.computes_by_torch(torch.device("cpu"))
     monkeypatch.setenv("TILEGEN_CPU", "kernels")
     assert not autograd.computes_by_torch(torch.device("cpu"))
