@@ -1,6 +1,6 @@
 """Emitted kernels, compiled for the CPU, against the reference: forward and backward."""
 
-from collections.abc import Callable
+import math
 from dataclasses import replace
 from itertools import cycle
 
@@ -16,7 +16,7 @@ from tilegen.emit.identity import RenderedKernel
 from tilegen.emit.render import render
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import LARGE_CACHE
-from tilegen.launch.launch_text import LaunchText
+from tilegen.launch import bound_module
 from tilegen.masks import parse_mask
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import plans
@@ -34,15 +34,12 @@ def kernels(
 
 @pytest.mark.any_triton
 @pytest.mark.parametrize(
-    "part, broken",
-    [
-        ("_programs", lambda text: f"{text} - 1"),
-        ("_value", lambda text: text.replace(" * LOG2_E", "")),
-    ],
+    "line, broken",
+    [("    grid = ", "    grid = -1 + "), (f" * {math.log2(math.e)!r}", "")],
     ids=["the last program left out", "the scale not in base 2"],
 )
 def test_verify_and_calls_run_the_same_launch(
-    part: str, broken: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+    line: str, broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Break the printed launch: `verify` fails, and calls give wrong results."""
     problem = AttentionProblem.parse("b1 hq4 hkv2 q100 kv100 d32 fp32 causal")
@@ -60,8 +57,10 @@ def test_verify_and_calls_run_the_same_launch(
 
     assert all(one.ok for one in verify(problem, configs))
     assert calls_agree(0)
-    right = getattr(LaunchText, part)
-    monkeypatch.setattr(LaunchText, part, lambda *given: broken(right(*given)))
+    right = bound_module.launch_of
+    monkeypatch.setattr(
+        bound_module, "launch_of", lambda source: right(source).replace(line, broken)
+    )
     assert not all(one.ok for one in verify(problem, configs))
     assert not calls_agree(1)
 
@@ -71,8 +70,12 @@ def test_unwritten_results_are_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = AttentionProblem.parse("b1 hq2 q64 d32 fp32 causal")
     given = kernels(problem, aligned=True), make_inputs(problem), 0.2
     assert all(bool(one.isfinite().all()) for one in run(*given).values())
-    right = LaunchText._programs
-    monkeypatch.setattr(LaunchText, "_programs", lambda self: f"{right(self)} - 1")
+    right = bound_module.launch_of
+    monkeypatch.setattr(
+        bound_module,
+        "launch_of",
+        lambda source: right(source).replace("    grid = ", "    grid = -1 + "),
+    )
     for name, result in run(*given).items():
         assert result.isnan().any(), name
 

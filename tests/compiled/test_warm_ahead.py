@@ -19,7 +19,7 @@ from tilegen.cli.main import app
 from tilegen.cpu import build
 from tilegen.emit import kernel_files
 from tilegen.errors import InvalidProblem, Unsupported
-from tilegen.launch import triton_function
+from tilegen.launch import triton_run
 from tilegen.runtime import plans
 
 DECODE = "hq4 hkv2 q1 kv512 d16 fp32 causal(bottom_right)"
@@ -149,13 +149,13 @@ def test_each_compilation_and_each_choice_is_logged(caplog: pytest.LogCaptureFix
 
 def test_a_gpu_launches_each_kernel_once_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[Any] = []
-    run_of = triton_function._run_of
+    compiled_for = triton_run.compiled_for
 
-    def noted(kernel: Any) -> Any:
-        compiled.append(kernel)
-        return run_of(kernel)
+    def noted(*given: Any) -> Any:
+        compiled.append(given)
+        return compiled_for(*given)
 
-    monkeypatch.setattr(triton_function, "_run_of", noted)
+    monkeypatch.setattr(triton_run, "compiled_for", noted)
     with as_on_a_gpu():
         tilegen.warm("hq2 q64 d16 bf16 causal", "40..64", backward=True)
         before = len(compiled)

@@ -1,2 +1,2 @@
-"""Launch emitted kernels: for a call (`kernels`), with gradients (`autograd`), by generated Python
-(`launch_text`)."""
+"""Launch emitted kernels: for a call (`kernels`), with gradients (`autograd`), by the text
+that ends an emitted file (`launcher`)."""
