@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from copy import deepcopy
-from functools import lru_cache, wraps
+from functools import cache, lru_cache, wraps
 from types import CellType, FunctionType, MethodType
 from typing import Any, ParamSpec, TypeVar
 
@@ -127,9 +127,15 @@ def is_traced() -> bool:
         return False
     if torch.compiler.is_compiling():
         return True
+    return _transform()() is not None
+
+
+@cache
+def _transform() -> Callable[[], Any]:
+    """Return `transform` of private_torch.py: an import at each call takes longer."""
     from tilegen.private_torch import transform
 
-    return transform() is not None
+    return transform
 
 
 def made_once(make: Callable[P, T]) -> Callable[P, T]:
