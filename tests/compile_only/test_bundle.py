@@ -206,7 +206,7 @@ def test_generate_prints_its_bundle_and_bundle_checks_it(
     assert code == 1
     assert "missing or not what the manifest says: sm_90/attention_fwd_d32_causal" in said
     code, said = run("generate", PROBLEM.key, "--out", out)
-    assert (code, said.count("\n")) == (1, 1)
+    assert (code, said.count("\n")) == (2, 1)
     assert "expected --arch or --gpu" in said
 
 

@@ -30,13 +30,13 @@ class Launches:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
-    counted, start = Launches(), CpuFunction._start
+    counted, run = Launches(), CpuFunction._run
 
     def counting(function: CpuFunction, *given: Any) -> None:
         counted.count += 1
-        start(function, *given)
+        run(function, *given)
 
-    monkeypatch.setattr(CpuFunction, "_start", counting)
+    monkeypatch.setattr(CpuFunction, "_run", counting)
     monkeypatch.delenv("TILEGEN_CPU", raising=False)
     plans.forget()
     yield counted

@@ -124,11 +124,10 @@ def test_integers_beyond_32_bits_are_launched_by_other_code() -> None:
     emitted = cpu.function_of(cpu.load(rendered))
     q, *_ = _given()
     given = [q if type_.startswith("*") else 1 for _, type_ in rendered.signature]
-    usual = emitted.compiled_for(tuple(given))
+    usual = emitted._compiled(given, wide=False)
     assert "i64" not in usual.made.arguments
-    assert emitted.compiled_for(tuple(given)) is usual
-    given[-2] = 2**31
-    assert "i64" in emitted.compiled_for(tuple(given)).made.arguments
+    assert emitted._compiled(given, wide=False) is usual
+    assert "i64" in emitted._compiled(given, wide=True).made.arguments
 
 
 @pytest.mark.parametrize("grid", [(7,), (3, 5), (4, 1, 3), (2, 3, 4)])

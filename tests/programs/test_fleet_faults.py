@@ -127,7 +127,7 @@ def test_a_worker_whose_storage_takes_no_more_ends_with_the_reason(
         env={**os.environ, "TILEGEN_CACHE_DIR": str(tmp_path / "own")},
     )
     out, err = process.communicate(timeout=60)
-    assert (process.returncode, out) == (1, "")
+    assert (process.returncode, out) == (2, "")
     assert reason in err
     assert "trying again" not in err
 

@@ -364,7 +364,9 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     assert fleet._devices("all", False) == ["4", "5"]
     assert fleet._devices("1", False) == ["4"]
-    for wrong in ("0", "1,,2", "-1", "some", "65", "1" * 5000, "²", "3,3"):
+    with pytest.raises(Unsupported, match=r"among the 2 that PyTorch can use \(4, 5\), got '0'"):
+        fleet._devices("0", False)
+    for wrong in ("1,,2", "-1", "some", "65", "1" * 5000, "²", "3,3"):
         with pytest.raises(Unsupported, match="--gpus must be"):
             fleet._devices(wrong, False)
     assert fleet._without_gpus(["a", "--gpus", "2", "b", "--gpus=3"]) == ["a", "b"]

@@ -14,7 +14,8 @@ from tests.taken import taking
 from tilegen import cpu, pipeline
 from tilegen.emit.identity import is_aligned
 from tilegen.kernels.config import TileConfig
-from tilegen.launch import autograd
+from tilegen.launch import autograd, kernels
+from tilegen.launch.binding import BoundKernel
 from tilegen.runtime import plans
 
 
@@ -52,6 +53,11 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
     monkeypatch.setattr(cpu, "serves_calls", lambda: True)
     monkeypatch.setattr(cpu, "is_interpreting", lambda: True)  # which compiles nothing
     monkeypatch.setattr(pipeline, "load_kernel", load_kernel)
+
+    def bound(module: Any, problem: Any, kernel: str, config: Any, **_: Any) -> BoundKernel:
+        return BoundKernel(module.launch, problem.mask, kernel, config)
+
+    monkeypatch.setattr(kernels, "bound_module", bound)
     config = TileConfig(block_m=16, block_n=16)
     monkeypatch.setattr(pipeline, "rank", taking(config))
     plans.forget()

@@ -99,7 +99,7 @@ def test_masks_in_other_forms_of_packed_and_paged_calls(form: str) -> None:
         (tilegen.causal, r"tilegen.causal itself: call it, mask=tilegen.causal\(\)"),
         (tilegen.prefix_lm, r"mask=tilegen.prefix_lm\(\w+\)"),
         ("documents(@q:50)", "reads tensors, which a text does not hold"),
-        ("casual", "masks are full, causal"),
+        ("casual", "did you mean causal"),
         (KEEP.float(), "must be bool.*pass score=tilegen.bias"),
         (KEEP[0], r"must be bool, \(q, k\).*got torch.bool \(30,\)"),
         (3, "must be a tilegen mask such as .* got int"),

@@ -52,7 +52,7 @@ BAD = {
     "infinite scale": (tensors(GOOD, GOOD, GOOD), {"scale": float("inf")}, "finite number"),
     "text scale": (tensors(GOOD, GOOD, GOOD), {"scale": "0.1"}, "finite number"),
     "mask tensor": (tensors(GOOD, GOOD, GOOD), {"mask": torch.ones(8, 8)}, "must be bool"),
-    "mask text": (tensors(GOOD, GOOD, GOOD), {"mask": "casual"}, "masks are full, causal"),
+    "mask text": (tensors(GOOD, GOOD, GOOD), {"mask": "casual"}, "did you mean causal"),
     "no tensors": ([1, 2, 3], {}, "torch tensors"),
     "sparse tensors": ([torch.zeros(GOOD).to_sparse()] * 3, {}, "dense torch tensors"),
     "head dim too wide": (tensors(*[(1, 1, 4, 2048)] * 3), {}, r"8..512 in fp32"),
