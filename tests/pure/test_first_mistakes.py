@@ -222,8 +222,9 @@ def test_names_are_checked_before_slow_imports(words: list[str]) -> None:
 
 
 SLEEPS = """
-import sys, time
+import signal, sys, time
 from tilegen.cli import doctor, main
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background ignores
 def examine():
     print("begun", flush=True)
     time.sleep(60)
