@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import tilegen
+from tilegen.parsing import parse_module
 
 PACKAGE = Path(tilegen.__file__).parent
 TORCH = {
@@ -81,7 +82,7 @@ def test_undocumented_names_stand_in_one_module_each() -> None:
     private: dict[str, set[str]] = defaultdict(set)
     attributes: dict[str, set[str]] = defaultdict(set)
     for path in PACKAGE.rglob("*.py"):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = parse_module(path.read_text(encoding="utf-8"))
         module = path.relative_to(PACKAGE).as_posix()
         names = {x for x in names_in(tree) if x.split(".")[0] in ("torch", "triton")}
         private[module] |= {name for name in names if is_private(name)}
