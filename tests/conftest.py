@@ -44,7 +44,7 @@ SHARE = 10
 SLOW = ("compile_only", "compiled", "traced")
 """Folders of slow tests, with long lists of cases."""
 FEW = 3
-"""Of lists of so many cases all run."""
+"""Longest list of cases that always runs whole."""
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
 # --------------------------------------------------------------------------------------------------

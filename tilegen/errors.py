@@ -12,7 +12,7 @@ class Word(NamedTuple):
     """A word of a notation, for `tilegen help` and for errors."""
 
     written: str
-    """How it is written, with names in capitals for what varies."""
+    """The form, with capitals for the parts that vary."""
     meaning: str
     example: str
 

@@ -154,7 +154,7 @@ def test_pictures_are_the_same_for_the_same_rows(tmp_path: Path) -> None:
         (["hq2 d16 fp32", "--lengths", "128..64"], "must ascend"),
         (["hq2 d16 fp32", "--lengths", "many"], "lengths must be such as"),
         (["hq2 d16 fp32 page16"], "leave the page out"),
-        (["hq2 d16 fp32", "--plot", "x.bmp"], "end in .png or .svg"),
+        (["hq2 d16 fp32", "--plot", "x.bmp"], "end in .png, .svg, got 'x.bmp'"),
         (["hq2 d16 fp32", "--plot", "/nowhere/x.png"], "no folder"),
         (["hq2 d16"], "no dtype"),
     ],

@@ -1,4 +1,4 @@
-"""What people type first: other names of things, `tilegen help`, and exit codes."""
+"""First mistakes on the command line: other names of words, `tilegen help`, and exit codes."""
 
 from __future__ import annotations
 

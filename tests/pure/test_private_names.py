@@ -1,5 +1,5 @@
-"""What PyTorch and Triton do not document stands in one module each, and is all named here: these
-are the names to look up in a new release."""
+"""Undocumented names of PyTorch and Triton. Each package has one module that reads them. All are
+listed here, to be looked up in a new release."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def touches(heads: int, programs_per_head: int, in_flight: int) -> int:
 def test_a_small_l2_reads_keys_once_per_wave(programs_per_head: int, in_flight: int) -> None:
     heads, seqlen = 97, 64 * programs_per_head
     problem = PARSE(f"b1 hq{heads} hkv{heads} q{seqlen} kv4096 d128 bf16 full")
-    spec = replace(gpu("h200"), l2_bytes=1)
+    spec = replace(gpu("h200"), l2_bytes=0)
     tiled_kernel = dram_bytes(
         Tiled.of("fwd", problem, spec, config("m64n64w4s2")), in_flight=in_flight
     )

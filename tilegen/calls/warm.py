@@ -96,10 +96,14 @@ def _of_lengths(
     given = None if lengths is None else lengths_of(lengths)
     for problem in problems:
         problem = replace(problem, invariant=problem.invariant or current().batch_invariant)
-        rows = problem.seqlen_q
-        follows = rows == problem.seqlen_kv
         for length in [problem.seqlen_kv] if given is None else given:
-            yield replace(problem, seqlen_q=length if follows else rows, seqlen_kv=length)
+            yield with_length(problem, length)
+
+
+def with_length(problem: AttentionProblem, length: int) -> AttentionProblem:
+    """Return a problem with another number of keys, and of queries unless it has its own."""
+    rows = length if problem.seqlen_q == problem.seqlen_kv else problem.seqlen_q
+    return replace(problem, seqlen_q=rows, seqlen_kv=length)
 
 
 def _is_plain(problem: AttentionProblem) -> bool:

@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tilegen.cli.options import Gpu, Json, console, positive, print_json, print_wrapped, working
+from tilegen.cli.options import (
+    Gpu,
+    Json,
+    console,
+    joined,
+    positive,
+    print_json,
+    print_wrapped,
+    working,
+)
+from tilegen.plots import check_file
 from tilegen.problem import AttentionProblem
 
 if TYPE_CHECKING:
@@ -18,10 +28,8 @@ if TYPE_CHECKING:
 
 def _without_length(words: list[str]) -> list[str]:
     """Return one notation for words, with a length if it has none."""
-    text = " ".join(words)
-    text += "" if re.search(r"(?:^|\s)q\d", text) else " q512"
-    AttentionProblem.parse(text)
-    return [text]
+    has_length = re.search(r"(?:^|\s)q\d", " ".join(words))
+    return joined(words if has_length else [*words, "q512"])
 
 
 def compare(
@@ -46,7 +54,7 @@ def compare(
     from tilegen.comparing.compare import rows_of
 
     if plot is not None:
-        report.check_file(plot)
+        check_file(plot, report.FORMATS)
     rows: list[Row] = []
     measured = rows_of(
         AttentionProblem.parse(problem[0]), lengths, gpu, backward=backward, minutes=minutes

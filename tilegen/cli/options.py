@@ -22,7 +22,7 @@ from tilegen.problem import AttentionProblem
 EXAMPLE = "b4 hq32 hkv8 q4096 d128 bf16 causal"
 
 
-def _problem(words: list[str]) -> list[str]:
+def joined(words: list[str]) -> list[str]:
     """Return one notation for words that a shell has split. Raises InvalidProblem and
     Unsupported."""
     AttentionProblem.parse(text := " ".join(words))
@@ -41,13 +41,22 @@ def _kernel(name: str) -> str:
     return name if name in (ALL, FORWARD) else kernel_named(name)
 
 
+def _of_kernels(word: str, meaning: str) -> Any:
+    """Return an option that takes the name of a kernel, or a word for others."""
+    return typer.Option(
+        help=f"{', '.join(KERNELS)}; {word}: {meaning}",
+        callback=_kernel,
+        autocompletion=lambda: [word, *KERNELS],
+    )
+
+
 def _gpus() -> list[str]:
     return [spec.name for spec in catalogue()]
 
 
 # Callbacks check names before a command imports anything slow.
 Problem = Annotated[
-    list[str], typer.Argument(help=f'notation, such as "{EXAMPLE}"', callback=_problem)
+    list[str], typer.Argument(help=f'notation, such as "{EXAMPLE}"', callback=joined)
 ]
 Gpu = Annotated[
     str | None,
@@ -63,22 +72,8 @@ ByModel = Annotated[
 FastMemory = Annotated[
     str | None, typer.Option(help="shared memory per program instead of the GPU's, such as 48KiB")
 ]
-OneKernel = Annotated[
-    str,
-    typer.Option(
-        help=f"{', '.join(KERNELS)}; forward: its first",
-        callback=_kernel,
-        autocompletion=lambda: [FORWARD, *KERNELS],
-    ),
-]
-KernelsOption = Annotated[
-    str,
-    typer.Option(
-        help=f"{', '.join(KERNELS)}; all: what the problem needs",
-        callback=_kernel,
-        autocompletion=lambda: [ALL, *KERNELS],
-    ),
-]
+OneKernel = Annotated[str, _of_kernels(FORWARD, "its first")]
+KernelsOption = Annotated[str, _of_kernels(ALL, "what the problem needs")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="say what would happen, change nothing")]
 

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import torch
 
-from tilegen.calls.attention import attention
 from tilegen.check import peers
 from tilegen.check.peers import AttentionFunction
 from tilegen.check.reference import TORCH_DTYPES
 from tilegen.comparing import memory
-from tilegen.cpu.passes import DROPOUT
+from tilegen.cpu.passes import by_tilegen
 from tilegen.errors import Unsupported
 from tilegen.kernels.spec import Direction
-from tilegen.masks.tensors import typical_score
 from tilegen.problem import AttentionProblem
 
 BACKENDS = {
@@ -37,16 +34,13 @@ STATISTIC_BYTES = 4
 def function_of(name: str, problem: AttentionProblem, device: str) -> AttentionFunction:
     """Return an attention function of q, k and v. Raises Unsupported, with the reason."""
     problem = replace(problem, mask=problem.mask.realized(problem.shape, device))
-    if name == "tilegen":
-        score = problem.score and typical_score(problem.score, problem.shape, device)
-        dropped = DROPOUT if problem.dropout else 0.0
-        return partial(attention, mask=problem.mask, score=score, dropout_p=dropped)
-    makers: dict[str, Callable[[], AttentionFunction]] = {
-        "flex": lambda: _flex(problem, device),
-        "standard": lambda: peers.standard(problem, device),
+    makers: dict[str, Callable[[AttentionProblem, str], AttentionFunction]] = {
+        "tilegen": by_tilegen,
+        "flex": _flex,
+        "standard": peers.standard,
     }
     if name in makers:
-        return makers[name]()
+        return makers[name](problem, device)
     return peers.sdpa(problem, device, backend=BACKENDS[name])
 
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
 from tilegen import api
-from tilegen.calls.warm import lengths_of
+from tilegen.calls.warm import lengths_of, with_length
 from tilegen.check.peers import AttentionFunction
 from tilegen.choose.families import kernels_of, passes_of
 from tilegen.choose.ranker import joining, propose
@@ -29,7 +29,7 @@ from tilegen.cpu.timing import MIN_ROUNDS, timed_in_turns
 from tilegen.device import Device
 from tilegen.devices import HERE, device_of
 from tilegen.errors import InvalidProblem, TilegenError, Unsupported
-from tilegen.gpus.spec import GpuSpec, detect
+from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.spec import Direction
 from tilegen.problem import AttentionProblem
 from tilegen.task import KernelTask
@@ -116,19 +116,11 @@ def rows_of(
     if backward and "backward" not in directions:
         raise Unsupported(f"expected a problem with a backward, got {problem}; leave it out")
     device, wanted = device_of(gpu), directions if backward else directions[:1]
-    here = device_of(None)
-    local = gpu is None or device.name == here.name
-    if gpu == HERE or (local and not isinstance(here, GpuSpec)):
-        table = _Table(device, "cpu", minutes)
-    elif local and detect() is not None:
-        table = _Table(device, "cuda", minutes)
-    else:
-        table = _Table(device, "", minutes)
-    with table:
+    place = "cuda" if isinstance(device, GpuSpec) else "cpu"
+    is_here = gpu == HERE or device.name == device_of(None).name
+    with _Table(device, place if is_here else "", minutes) as table:
         for length in doubled(lengths):
-            follows = problem.seqlen_q == problem.seqlen_kv
-            rows = length if follows else problem.seqlen_q
-            yield from table.rows(replace(problem, seqlen_q=rows, seqlen_kv=length), wanted)
+            yield from table.rows(with_length(problem, length), wanted)
 
 
 def doubled(lengths: Iterable[int] | str) -> list[int]:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tilegen.disk import write_whole
-from tilegen.errors import Unsupported
+from tilegen.plots import check_file, save
 from tilegen.units import memory_text, ratio_text, seconds_text
 
 if TYPE_CHECKING:
@@ -102,7 +99,7 @@ def notes(rows: Sequence[Row]) -> Iterator[str]:
 def draw(rows: Sequence[Row], file: Path) -> None:
     """Draw time and memory against the length, a row of panels for each pass. Raises
     Unsupported."""
-    check_file(file)
+    check_file(file, FORMATS)
     from matplotlib.figure import Figure
 
     directions = list(dict.fromkeys(row.direction for row in rows))
@@ -117,23 +114,8 @@ def draw(rows: Sequence[Row], file: Path) -> None:
         _draw_panel(peaks, of_pass, "peak_bytes", 2.0**-20, "MiB, peak of memory")
     panels[0][0].legend(labelcolor=GREY, framealpha=0.0, fontsize=9)
     figure.align_ylabels()
-    drawn = io.BytesIO()
-    form = file.suffix.removeprefix(".")
-    undated = {"Date": None} if form == "svg" else {}  # one picture for one comparison
-    figure.savefig(drawn, format=form, dpi=150, metadata=undated)
-    write_whole(file, drawn.getvalue())
-
-
-def check_file(file: Path) -> None:
-    """Check that a picture can be written to a file. Raises Unsupported."""
-    if file.suffix not in FORMATS:
-        raise Unsupported(f"expected a plot to end in {' or '.join(FORMATS)}, got {str(file)!r}")
-    if not file.absolute().parent.is_dir():
-        raise Unsupported(f"no folder {str(file.absolute().parent)!r} to write the plot to")
-    try:
-        import_module("matplotlib")
-    except ImportError as error:
-        raise Unsupported("--plot needs matplotlib: pip install 'tilegen[plot]'") from error
+    undated = {"Date": None} if file.suffix == ".svg" else {}  # one picture for one comparison
+    save(figure, file, dpi=150, metadata=undated)
 
 
 def _draw_panel(axes: Axes, rows: Sequence[Row], field: str, factor: float, label: str) -> None:

@@ -31,19 +31,23 @@ def passes_to_time(
     """
     x = make_inputs(problem, device=device)
     problem = replace(problem, mask=problem.mask.realized(problem.shape, device))
-    score = problem.score and typical_score(problem.score, problem.shape, device)
-    dropped = DROPOUT if problem.dropout else 0.0
-    ours: AttentionFunction = partial(attention, mask=problem.mask, score=score, dropout_p=dropped)
     if peers is None:
         try:
             peers = {"SDPA": sdpa(problem, device)}
         except TilegenError:  # for example a score, which SDPA does not support
             peers = {}
     functions: dict[str, dict[str, PassFunction]] = {"forward": {}, "backward": {}}
-    for name, computed_by in {"tilegen": ours, **peers}.items():
+    for name, computed_by in {"tilegen": by_tilegen(problem, device), **peers}.items():
         forward, backward = _passes(computed_by, x)
         functions["forward"][name], functions["backward"][name] = forward, backward
     return functions
+
+
+def by_tilegen(problem: AttentionProblem, device: str) -> AttentionFunction:
+    """Return `tilegen.attention` for a problem without stand-ins in its mask."""
+    score = problem.score and typical_score(problem.score, problem.shape, device)
+    dropped = DROPOUT if problem.dropout else 0.0
+    return partial(attention, mask=problem.mask, score=score, dropout_p=dropped)
 
 
 def _passes(computed_by: AttentionFunction, x: Inputs) -> tuple[PassFunction, PassFunction]:

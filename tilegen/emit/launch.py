@@ -81,8 +81,8 @@ class EmittedLaunch:
     @property
     def results(self) -> list[str]:
         """The tensors, and the knob if any, that the launch returns."""
-        knob = self.spec.returns
-        return [*self.spec.allocated, *([str(getattr(self.config, knob))] if knob else [])]
+        value = self.spec.returned(self.config)
+        return [*self.spec.allocated, *([str(value)] if self.spec.returns else [])]
 
     # ----------------------------------------------------------------------------------------------
     # `launch`

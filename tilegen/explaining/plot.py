@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,6 @@ import numpy as np
 import sympy as sp
 
 from tilegen.choose.ranker import propose
-from tilegen.disk import write_whole
 from tilegen.errors import Unsupported
 from tilegen.explaining.gpu_records import KernelExplanation, PassExplanation
 from tilegen.gpus.nearest import on_tensor_cores
@@ -38,6 +36,7 @@ from tilegen.model.symbols import (
 )
 from tilegen.model.traffic import ACCUMULATOR_BYTES, UNMASKED
 from tilegen.model.visits import visits_of
+from tilegen.plots import check_file, save
 from tilegen.problem import AttentionProblem
 from tilegen.task import KernelTask, PassTask
 from tilegen.theory.optimum import exact_tiles, leading_tiles
@@ -64,14 +63,9 @@ def draw(
     problem: AttentionProblem, gpu: GpuSpec, explained: Sequence[KernelExplanation], file: Path
 ) -> None:
     """Draw the passes of explanations (`explain_all`) to a file. Raises Unsupported."""
-    if file.suffix not in FORMATS:
-        raise Unsupported(f"expected a plot to end in {', '.join(FORMATS)}, got {str(file)!r}")
-    if not file.absolute().parent.is_dir():
-        raise Unsupported(f"no folder {str(file.absolute().parent)!r} to write the plot to")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise Unsupported("--plot needs matplotlib: pip install 'tilegen[plot]'") from error
+    check_file(file, FORMATS)
+    from matplotlib.figure import Figure
+
     passes = {facts.pass_.direction: facts.pass_ for facts in explained if facts.pass_}
     columns = 2 if problem.mask.is_full else 3
     figure = Figure(figsize=(7 * columns, 0.6 + 6.2 * len(passes)), layout="constrained")
@@ -83,9 +77,7 @@ def draw(
             _draw_mask(axes, problem, shown)
         _draw_traffic(traffic, problem, gpu, way)
         _draw_roofline(roofline, problem, gpu, shown)
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format=file.suffix.removeprefix("."))
-    write_whole(file, drawn.getvalue())
+    save(figure, file)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ class GpuSpec(Device):
         return self.num_sms
 
 
-_MAY_BE_0 = ("registers_per_sm", "tensor_memory_per_sm")  # 0 registers: bounds of one memory alone
+_MAY_BE_0 = ("registers_per_sm", "tensor_memory_per_sm", "l2_bytes")  # to study one memory alone
 
 
 def gpu(name: str, *, fast_memory: int | None = None) -> GpuSpec:

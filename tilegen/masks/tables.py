@@ -1,4 +1,4 @@
-"""What masks and scores have in common: both are expressions over tables."""
+"""The base of masks and scores, which are expressions over tables."""
 
 from __future__ import annotations
 
