@@ -2,7 +2,7 @@
 
     AttentionProblem -> normal form -> families -> KernelTask -> ranked configs
     -> Choice: agreed, or recorded, or tuned, or the fastest that compiles to a usable kernel
-    -> modules
+    -> emitted kernels
 
 Calls, bundles, ranks and every command take this path, and differ in where they stop. Bundles
 compile in a pool of processes, all others in this process. On a processor, choices do not depend on
@@ -16,15 +16,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from subprocess import SubprocessError
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 from tilegen.choose.choice import Choice, Origin, Shortlist
 from tilegen.choose.families import families_used
 from tilegen.choose.records import Records
 from tilegen.disk import log, say_once
-from tilegen.emit.identity import rows_are_aligned
-from tilegen.emit.kernel_files import load_kernel
+from tilegen.emit.identity import RenderedKernel, rows_are_aligned
+from tilegen.emit.kernel_files import emitted
 from tilegen.errors import BuildFailed, TilegenError
 from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Kernel, TileConfig
@@ -259,11 +258,11 @@ def _by_tile(configs: Sequence[TileConfig]) -> list[TileConfig]:
     return [config for _, config in sorted(order, key=lambda pair: pair[0])]
 
 
-def load(chosen: Mapping[Kernel, Choice], *, aligned: bool) -> dict[Kernel, ModuleType]:
-    """Load the emitted module of each kernel."""
-    modules: dict[Kernel, ModuleType] = {}
+def emit(chosen: Mapping[Kernel, Choice], *, aligned: bool) -> dict[Kernel, RenderedKernel]:
+    """Return the text of each kernel, from its file or rendered."""
+    kernels: dict[Kernel, RenderedKernel] = {}
     for kernel, choice in chosen.items():
         problem, config = choice.tiled.problem, choice.config
         log.debug("%s for '%s': %s, from %s", kernel, problem, config, choice.source)
-        modules[kernel] = load_kernel(problem, config, kernel, aligned=aligned)
-    return modules
+        kernels[kernel] = emitted(problem, config, kernel, aligned=aligned)
+    return kernels

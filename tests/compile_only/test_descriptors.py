@@ -21,7 +21,7 @@ from tilegen.emit.kernel_files import load
 from tilegen.emit.render import render
 from tilegen.errors import Unsupported
 from tilegen.kernels.config import Kernel, TileConfig
-from tilegen.launch.bound_module import bound_module
+from tilegen.launch.bound_module import bound_kernel
 from tilegen.masks import predicate
 from tilegen.model.footprint import footprint
 from tilegen.model.on_chip import SPILL_DOUBT
@@ -31,7 +31,6 @@ ARGUMENTS = len(inspect.signature(make_tensordesc_arg).parameters)  # one more i
 PARSE, CONFIG = AttentionProblem.parse, TileConfig.parse
 LLAMA = PARSE("b1 hq32 hkv8 q8192 d128 bf16 causal")
 SMALL = PARSE("b1 hq4 hkv2 q1024 d64 bf16 causal")
-WHERE: Any = {"aligned": True, "device": torch.device("cpu")}
 
 
 @pytest.mark.parametrize(
@@ -141,7 +140,7 @@ def test_a_launch_is_that_of_the_binder_and_compiles_nothing_else(
     problem, config = PARSE(f"b1 hq4 hkv2 q64 {text}"), CONFIG("m64n32w4s2t")
     rendered = render(problem, config, kernel)
     module = load(rendered)
-    ours = bound_module(module, problem, kernel, config, **WHERE)
+    ours = bound_kernel(rendered, torch.device("cpu"), module)
     dtype = torch.bfloat16 if problem.dtype == "bf16" else torch.float16
     flat = torch.zeros(1, 64, 4, problem.head_dim_qk, dtype=dtype).transpose(1, 2)
     q, k = flat, flat[:, :2, :40]
@@ -177,8 +176,8 @@ def _mapped(descriptor: Any) -> list[Any]:
 
 def test_a_launch_refuses_expanded_dimensions() -> None:
     config = CONFIG("m32n32w4s2t")
-    module = load(render(SMALL, config))
-    launch = bound_module(module, SMALL, "fwd", config, **WHERE).launch
+    rendered = render(SMALL, config)
+    launch = bound_kernel(rendered, torch.device("cpu"), load(rendered)).launch
     q = torch.zeros(1, 4, 64, 64, dtype=torch.bfloat16)
     with stand_in(), pytest.raises(ValueError, match="no expanded dimension"):
         launch(q, q[:, :1].expand(1, 2, 64, 64), q[:, :2], 0.1)

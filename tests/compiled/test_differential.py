@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
-from zlib import crc32
 
 import pytest
 import torch
@@ -18,8 +15,7 @@ from tests.differential.draw import draw
 from tests.differential.problems import PLAIN, Problem, parse
 from tests.differential.report import Line, append, read, summary
 from tests.differential.trial import attempt
-from tilegen.cpu import executable
-from tilegen.emit.identity import RenderedKernel
+from tests.gpu_road import broken
 from tilegen.kernels.config import Kernel
 
 SEED = 20
@@ -59,19 +55,6 @@ RICH = Problem(
     changed=True,
     seed=3,
 )
-
-
-def broken(old: str, new: str, kernels: tuple[Kernel, ...]) -> Callable[..., ModuleType]:
-    """Return a function that makes kernels executable after changing an emitted text."""
-
-    def executable_broken(rendered: RenderedKernel, device: torch.device) -> ModuleType:
-        if rendered.kernel in kernels:
-            changed = rendered.source.replace(old, new)
-            digest = f"{rendered.digest[:8]}{crc32(changed.encode()):08x}"
-            rendered = replace(rendered, source=changed, digest=digest)
-        return executable(rendered, device)
-
-    return executable_broken
 
 
 def test_a_rich_problem_is_right() -> None:

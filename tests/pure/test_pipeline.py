@@ -20,6 +20,7 @@ from tilegen.calls import ranks
 from tilegen.choose import records
 from tilegen.choose.families import family
 from tilegen.choose.ranker import propose
+from tilegen.emit.identity import RenderedKernel
 from tilegen.explaining.explanation import explain_all
 from tilegen.explaining.gpu_records import PassExplanation
 from tilegen.gpus.spec import gpu
@@ -185,14 +186,11 @@ def test_every_caller_uses_the_same_choice(tmp_path: Path, monkeypatch: pytest.M
 
     loaded: dict[str, str] = {}
 
-    def load_kernel(_: object, config: TileConfig, kernel: str, **__: object) -> Any:
-        loaded[kernel] = config.key
+    def bound(one: RenderedKernel, _: object) -> BoundKernel:
+        loaded[one.kernel] = one.config.key
+        return BoundKernel(lambda: None, one.problem.mask, one.kernel, one.config)
 
-    def bound(_: object, problem: AttentionProblem, *rest: Any, **__: object) -> BoundKernel:
-        return BoundKernel(lambda: None, problem.mask, *rest)
-
-    monkeypatch.setattr(pipeline, "load_kernel", load_kernel)
-    monkeypatch.setattr(kernels, "bound_module", bound)
+    monkeypatch.setattr(kernels, "bound_kernel", bound)
     monkeypatch.setattr(kernels, "runs_compiled", lambda _: False)  # as for a GPU
     dispatch.Kernels(LARGE, torch.device("cpu"), True).load("forward")
     assert loaded == expected

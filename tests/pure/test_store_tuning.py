@@ -242,7 +242,7 @@ def test_the_choice_of_the_model_is_a_line_of_the_log_and_no_record(
     problem = AttentionProblem.parse("hq1 q64 d64 bf16")
     with caplog.at_level("DEBUG", logger="tilegen"):
         chosen = pipeline.choose(problem, H200, may_compile=True)
-        pipeline.load(chosen, aligned=True)
+        pipeline.emit(chosen, aligned=True)
     assert not list(own_cache.rglob("*.json"))
     for kernel, choice in chosen.items():
         assert f"{kernel} for '{problem}': {choice.config}, from the model" in caplog.text

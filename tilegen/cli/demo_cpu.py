@@ -144,7 +144,7 @@ class CpuDemo:
         self.say("-- compile: emitted Triton kernels to machine code, kept on disk")
         for kernel, emitted in rendered.items():
             started = time.perf_counter()
-            built = cpu.function_of(cpu.load(emitted)).made
+            built = cpu.load(emitted).made
             seconds = time.perf_counter() - started
             self.say(
                 f"{kernel:15}{emitted.config.key:17} {memory_text(len(built.binary)):>8}  "
