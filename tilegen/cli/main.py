@@ -300,7 +300,7 @@ def tune(
     problem: Problem,
     kernel: KernelsOption = "all",
     seconds: Annotated[
-        float | None, typer.Option(help="budget per kernel", callback=positive)
+        float | None, typer.Option(help="budget of all kernels together", callback=positive)
     ] = None,
     trials: Annotated[
         int | None, typer.Option(help="budget per kernel, all runs together", min=1)

@@ -117,6 +117,11 @@ def tune(
             raise
         if run.winner is None:
             raise NoRecord(run.nothing_ran())
+        if len(run.trials) < total:
+            report.say(
+                f"{len(run.trials)} of {total} tiles tried within {seconds:.3g} s; to try others "
+                f"type this again: {command}"
+            )
         record = run.record(run.winner, command)
         saved = save(record)
         report.say(f"{saved.file} {'written' if saved.wins else 'not won'}: {saved.reason}")
