@@ -33,6 +33,7 @@ LLAMA = PARSE("b1 hq32 hkv8 q8192 d128 bf16 causal")
 SMALL = PARSE("b1 hq4 hkv2 q1024 d64 bf16 causal")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arch, kernel, text, fewer",
     [
@@ -59,6 +60,7 @@ def test_fewer_registers(arch: str, kernel: Kernel, text: str, fewer: int) -> No
         assert by_tma.shared_bytes <= needs.smem_bytes <= by_tma.shared_bytes + 2048
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", DESCRIBED)
 def test_tiles_that_pass_come_by_tma_alone(kernel: Kernel) -> None:
     config = CONFIG("m64n64w4s3t")

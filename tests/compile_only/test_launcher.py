@@ -47,6 +47,7 @@ def test_a_launch_is_that_of_the_binder_and_compiles_nothing_else(
     assert seen[0] == seen[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mask",
     [

@@ -42,6 +42,7 @@ KERNELS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arch, text, kernel, config",
     [
@@ -65,6 +66,7 @@ def test_steps_are_found_in_machine_code(arch: str, text: str, kernel: str, conf
     assert clocks_as_compiled(code, gpu(GPUS[arch])).bound > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arch, kernel, config",
     [
@@ -128,6 +130,7 @@ known_triton = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @known_triton
 @pytest.mark.parametrize("name", BOUNDED)
 def test_static_bounds(name: str, golden: CheckGolden) -> None:
@@ -136,6 +139,7 @@ def test_static_bounds(name: str, golden: CheckGolden) -> None:
     golden(told(problem, usable(problem, gpu("h200"), kernel)))
 
 
+@pytest.mark.slow
 @known_triton
 @pytest.mark.parametrize("name", BESIDE)
 def test_nothing_better_is_hidden_beside_a_choice(name: str) -> None:
@@ -173,6 +177,7 @@ def test_clocks_of_a_tile_with_the_rows_of_several_heads_are_those_of_its_scores
     assert shown("fwd_split", "m8h8n64k1024w4s3") == pytest.approx(shown("fwd", "m64n64w4s3"))
 
 
+@pytest.mark.slow
 @known_triton
 def test_traps_are_not_chosen() -> None:
     """A head dim of 72 is two pieces in tensor memory, which this tile has no room for."""

@@ -21,6 +21,7 @@ from tilegen.kernels.config import Kernel
 SEED = 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(16))
 def test_random_problems(number: int) -> None:
     """The first of a seed; `python -m tests.differential --seed 20 --range 16:` goes on."""
@@ -61,6 +62,7 @@ def test_a_rich_problem_is_right() -> None:
     assert attempt(RICH).what == "right", attempt(RICH)
 
 
+@pytest.mark.slow
 def test_a_broken_mask_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
     load_broken = broken("k_idx <= q_idx", "k_idx < q_idx", ("fwd",))
     monkeypatch.setattr(trial, "executable", load_broken)
@@ -70,6 +72,7 @@ def test_a_broken_mask_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> N
     assert replace(small, head_dim=16, head_dim_v=16) == expected
 
 
+@pytest.mark.slow
 def test_a_broken_gradient_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
     load_broken = broken("head // GROUP_SIZE", "head % (num_heads_q // GROUP_SIZE)", ("bwd_dq",))
     monkeypatch.setattr(trial, "executable", load_broken)
@@ -108,6 +111,7 @@ BREAKS: dict[str, tuple[str, str, Kernel]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_of_every_kind_are_right_and_found_where_they_are_broken(
     name: str, monkeypatch: pytest.MonkeyPatch

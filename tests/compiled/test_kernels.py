@@ -73,6 +73,7 @@ def test_unwritten_results_are_nan(monkeypatch: pytest.MonkeyPatch) -> None:
         assert result.isnan().any(), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("problem, config", list(zip(PROBLEMS, cycle([SQUARE, WIDE]))), ids=str)
 def test_agrees_with_the_reference(problem: AttentionProblem, config: TileConfig) -> None:
     require(verify(problem, dict.fromkeys(LARGE_CACHE, config)))

@@ -236,6 +236,7 @@ print("main ends", flush=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("daemon", ["daemon", "joined"])
 @pytest.mark.parametrize("way", WAYS)
 def test_an_interpreter_ends_while_a_thread_calls(way: str, daemon: str) -> None:

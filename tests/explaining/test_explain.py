@@ -82,6 +82,7 @@ def run(*arguments: str) -> str:
 # Formulas give the numbers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", [LARGE, SMALL, WINDOW])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_traffic_follows_from_its_formula(kernel: Kernel, text: str) -> None:
@@ -318,6 +319,7 @@ def test_a_config_that_cannot_fit_has_no_time(name: str, needs: str) -> None:
 # Text, LaTeX and JSON
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", [LARGE, SMALL])
 def test_the_text_says_what_the_json_says(text: str) -> None:
     explained = json.loads(run(text, "--gpu", "a100", "--json"))
@@ -353,6 +355,7 @@ def test_another_fast_memory_is_said_and_changes_the_bound() -> None:
     assert small["bound"]["on_chip_bytes"] == whole["bound"]["on_chip_bytes"] - (227 - 48) * 1024
 
 
+@pytest.mark.slow
 def test_json_is_finite_and_has_stable_keys() -> None:
     explained = [
         json.loads(json.dumps(plain(one), allow_nan=False))
@@ -392,6 +395,7 @@ def test_latex_has_every_formula_and_is_balanced() -> None:
         assert all(row.endswith(r"\\") for row in rows[:-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", [LARGE, SMALL])
 def test_latex_can_be_set(text: str) -> None:
     """matplotlib sets all of it but environments; the one formula with cases is left out."""

@@ -19,6 +19,7 @@ KERNELS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.any_triton
 @pytest.mark.parametrize("kernel", KERNELS, ids=repr)
 def test_no_register_is_spilled(kernel: HopperForward) -> None:

@@ -86,6 +86,7 @@ def test_many_schedules_of_two_tiles() -> None:
         assert is_right(case, checks)
 
 
+@pytest.mark.slow
 def test_every_schedule_of_two_tiles() -> None:
     case = Case(SMALL)
 

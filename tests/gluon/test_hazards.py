@@ -31,6 +31,7 @@ def test_the_gluon_forward_has_none(kernel: HopperForward) -> None:
     assert of_binary(cubin) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kernel, config",
     [("fwd", "m128n128w8s2"), ("bwd_dkdv", "m64n128w8s2"), ("bwd_dq", "m128n128w8s2")],

@@ -108,6 +108,7 @@ def test_show() -> None:
     assert values(*asked)["digest"] == shown.digest
 
 
+@pytest.mark.slow
 def test_explanations_and_listings_are_of_the_tile_that_a_call_launches() -> None:
     """The model's first spills here, so a call settles on another tile."""
     problem = "b2 hq16 hkv16 q4096 d192/128 bf16 causal"

@@ -177,6 +177,7 @@ def given_to(kernel: Kernel, *, heads_inside: bool = False) -> tuple[Any, ...]:
             return panel, k, q, 3, 64, 0.125
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_driver")
 @pytest.mark.parametrize("heads_inside", [False, True], ids=["rows inside", "heads inside"])
 @pytest.mark.parametrize("case", CASES)

@@ -128,6 +128,7 @@ def test_fast_memory_is_respected() -> None:
     assert all(entry["estimate"]["smem_bytes"] <= 48 * 1024 for entry in ranked)
 
 
+@pytest.mark.slow
 def test_explain_says_why() -> None:
     text = run("explain", PROBLEM, "--gpu", "a100", "--kernel", "fwd", "--all")
     for what in ("because", "V_kv*d_qk*g", "bound", "next best", "with other fast memory", "waves"):

@@ -64,6 +64,7 @@ def test_other_families_of_ordinary_head_dims_are_not_ranked(
         family(layer(256), H200, "backward")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_less_fast_memory_flips_the_choice_earlier(direction: str) -> None:
     flips: list[int] = []

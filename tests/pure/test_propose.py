@@ -105,6 +105,7 @@ def test_reasons_are_one_sentence_with_numbers(kernel: Kernel) -> None:
         assert f"{candidate.estimate.registers} registers" in candidate.reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [64, "1024/512"])
 def test_masks_that_keep_no_pair(head_dim: int | str) -> None:
     problem = PARSE(f"b2 hq4 hkv2 q1024 kv1024 d{head_dim} bf16 keep(k<0)")
@@ -115,6 +116,7 @@ def test_masks_that_keep_no_pair(head_dim: int | str) -> None:
         assert item.ranked.candidates[0].reason, kernel
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["fwd_scores", "bwd_scores"])
 def test_kernels_of_intermediates_have_no_bound_if_no_pair_is_kept(kernel: Kernel) -> None:
     problem, spec = PARSE("b2 hq4 hkv2 q1024 kv1024 d320 bf16 keep(k<0)"), gpu("h200")
@@ -200,6 +202,7 @@ def test_lengths_of_2_to_the_28_are_fine() -> None:
     assert propose(KernelTask.of("fwd", problem, gpu("b200")), top=1)[0].estimate.read_bytes > 2**36
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "problem, kernel",  # two kernels of each problem
     [(one, kernel) for i, one in enumerate(PROBLEMS) for kernel in LARGE_CACHE[i // 2 % 2 :: 2]],
@@ -235,6 +238,7 @@ def test_values_shared_between_configs_do_not_change_the_ranking(
         assert propose(KernelTask.of(kernel, problem, spec), top=top) == ranked[:top]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("text", SAMPLE)
 def test_configs_that_are_not_looked_at_would_not_be_among_the_first(

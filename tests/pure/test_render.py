@@ -97,6 +97,7 @@ def all_rendered() -> list[identity.RenderedKernel]:
     ]
 
 
+@pytest.mark.slow
 def test_emitted_files_are_well_formed(tmp_path: Path) -> None:
     for i, kernel in enumerate(all_rendered()):
         text = kernel.source

@@ -141,6 +141,7 @@ def test_words_at_block_m() -> None:
     assert sp.simplify(words - (rows * N_kv * width / tiles[B_r] + rows * (width + 1))) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "schedule, side",
     [

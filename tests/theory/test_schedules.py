@@ -295,6 +295,7 @@ def least_words(is_forward: bool, head_dim: int) -> Callable[[int], float]:
 FORMS_SCORES = [name for name, one in SCHEDULES.items() if one.flops != 0 and "mla" not in name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMS_SCORES)
 @pytest.mark.parametrize("head_dim", [8, 64, 512])
 def test_no_schedule_beats_the_bounds(name: str, head_dim: int) -> None:

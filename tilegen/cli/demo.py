@@ -148,8 +148,9 @@ class Demo:
                 text = f"{config.key:20}{built.registers:3} registers"
                 text += f", {memory_text(built.shared_bytes)} of shared memory"
                 text += f", {built.spill_bytes} bytes spilled" if built.spill_bytes else ""
-                predicted = choice.seconds.get(config)
-                self._line("", text + (f", {seconds_text(predicted)} predicted" * bool(predicted)))
+                if predicted := choice.seconds.get(config):
+                    text += f", {seconds_text(predicted)} predicted"
+                self._line("", text)
 
     def _verify(
         self, problem: AttentionProblem, configs: Mapping[Kernel, TileConfig]
