@@ -66,7 +66,7 @@ def test_first_proposals_are_legal_and_as_large_as_predicted(
     kernel: Kernel, text: str, arch: str
 ) -> None:
     """They may be used, and shared memory is within 1 % and 1 KiB of what is reported, or more
-    where a result leaves in pieces. The rest of the catalogue: `python -m benchmarks.proposals`."""
+    where a result leaves in pieces."""
     spec, problem = gpu(GPUS[arch]), AttentionProblem.parse(text)
     predicted, built = settled(problem, spec, kernel)
     assert acceptable(built.resources, spec), predicted.config
