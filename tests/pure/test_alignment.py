@@ -48,9 +48,11 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
     monkeypatch.setattr(cpu, "serves_calls", lambda: True)
     monkeypatch.setattr(cpu, "is_interpreting", lambda: True)  # which compiles nothing
 
-    def bound(one: RenderedKernel, _: object) -> BoundKernel:
-        asked.kernels.append((one.kernel, one.aligned))
-        return BoundKernel(launch_of(one.kernel), one.problem.mask, one.kernel, one.config)
+    def bound(rendered: RenderedKernel, _: object) -> BoundKernel:
+        asked.kernels.append((rendered.kernel, rendered.aligned))
+        return BoundKernel(
+            launch_of(rendered.kernel), rendered.problem.mask, rendered.kernel, rendered.config
+        )
 
     monkeypatch.setattr(kernels, "bound_kernel", bound)
     config = TileConfig(block_m=16, block_n=16)

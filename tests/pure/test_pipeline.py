@@ -186,9 +186,9 @@ def test_every_caller_uses_the_same_choice(tmp_path: Path, monkeypatch: pytest.M
 
     loaded: dict[str, str] = {}
 
-    def bound(one: RenderedKernel, _: object) -> BoundKernel:
-        loaded[one.kernel] = one.config.key
-        return BoundKernel(lambda: None, one.problem.mask, one.kernel, one.config)
+    def bound(rendered: RenderedKernel, _: object) -> BoundKernel:
+        loaded[rendered.kernel] = rendered.config.key
+        return BoundKernel(lambda: None, rendered.problem.mask, rendered.kernel, rendered.config)
 
     monkeypatch.setattr(kernels, "bound_kernel", bound)
     monkeypatch.setattr(kernels, "runs_compiled", lambda _: False)  # as for a GPU

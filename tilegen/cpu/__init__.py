@@ -85,10 +85,10 @@ def runs_compiled(device: torch.device) -> bool:
 
 
 def executable(rendered: RenderedKernel, device: torch.device) -> EmittedFunction | ModuleType:
-    """Return what has a `launch` for tensors on a device. Raises the errors of `load`.
+    """Make a kernel executable: `.launch` takes tensors on a device. Raises the errors of `load`.
 
-    On a CPU it is the compiled kernel. On a GPU, or if Triton interprets the kernel for tests, it
-    is the emitted module.
+    The result is the compiled kernel on a CPU. On a GPU, or if Triton interprets the kernel for
+    tests, it is the emitted module.
     """
     if not runs_compiled(device):
         from tilegen.emit import kernel_files
