@@ -146,11 +146,11 @@ def rank(
         return Shortlist(task, (config,), origin, source)
 
     if task.in_order and not isinstance(task.device, GpuSpec):
-        from tilegen.choose.on_cpu import usual_config  # loads SymPy
+        from tilegen.choose.on_cpu import usual_config
 
         return known(usual_config(task), "model", "rules, for any batch, lengths and pages")
     if task.in_order:
-        from tilegen.choose.ranker import invariant_config  # loads SymPy
+        from tilegen.choose.ranker import invariant_config
 
         # Records are ignored: problems that must give the same bits may have different records.
         return known(invariant_config(task), "model", "the model, for any batch, lengths and pages")
@@ -169,7 +169,7 @@ def _by_model(task: KernelTask, *, describable: bool, may_compile: bool) -> Shor
         from tilegen.choose.on_cpu import chosen_config
 
         return Shortlist(task, (chosen_config(task),), "model", "the model")
-    from tilegen.choose.ranker import by_lower_bound, propose  # load SymPy
+    from tilegen.choose.ranker import by_lower_bound, propose
 
     ask, top = (by_lower_bound, MAX_COMPILES) if may_compile else (propose, 1)
     candidates = ask(task, top=top, describable=describable)
@@ -231,7 +231,7 @@ def best_acceptable(ranked: Shortlist, compile: Compile) -> Choice:
             continue
         if not at_best:  # known, so there is no prediction
             return Choice(config=config, ranked=ranked, tried=tried)
-        from tilegen.choose.ranker import time_as_compiled  # loads SymPy
+        from tilegen.choose.ranker import time_as_compiled
 
         seconds[config] = time_as_compiled(task.tiled(config), built).cost
         for other in ranked.configs:  # same code, except for the depth of its pipeline

@@ -185,7 +185,7 @@ def test_candidates_say_why() -> None:
     assert {candidate.config for candidate in others} == set(space(kernel_task)) - {first.config}
     cost = first.estimate
     assert [name for name, _ in cost.terms] == list(TERMS)
-    assert cost.terms == weighted(kernel_task.tiled(first.config))
+    assert dict(cost.terms) == weighted(kernel_task.tiled(first.config))
     assert "to and from caches" in first.reason
     assert TERMS[cost.limit] in first.reason
 

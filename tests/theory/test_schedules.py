@@ -19,8 +19,8 @@ from tests.slow_memory import WORK, Key, Shape, SlowMemory, reference, spans
 from tilegen.kernels.config import Kernel
 from tilegen.model import symbols
 from tilegen.model.bounds import lower_bound, partition_bound, product_bound
-from tilegen.model.symbols import V_kv, V_q
-from tilegen.model.traffic import UNMASKED, terms_of
+from tilegen.model.symbols import UNMASKED, V_kv, V_q
+from tilegen.model.traffic import terms_of
 from tilegen.theory.schedules import PACKED_UNMASKED, SCHEDULES, Schedule, packed
 
 SIMULATED = FORWARD | BACKWARD

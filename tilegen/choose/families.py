@@ -30,8 +30,8 @@ another family must be predicted to be faster by CLEARLY_FASTER. Measured times 
 CLEARLY_LARGE = 4.0
 """M / d^2 above which the other families are not ranked. On an H200, head dims of 128 in 16 bits
 have 15, and 256 have 3.8. At 256, registers for the gradients of 64 keys and values are short, and
-few heads leave SMs idle. Ranking takes four to five times as long for a new forward, and loads
-SymPy even if there is a record."""
+few heads leave SMs idle. Ranking takes four to five times as long for a new forward, even if there
+is a record."""
 CLEARLY_FASTER = 1.25
 """Factor in predicted time that exceeds the model's error between untimed kernels: a guess."""
 
@@ -97,7 +97,7 @@ def _family_used(records: Records, direction: Direction) -> FamilySpec:
 
 
 def _family_on_cpu(problem: AttentionProblem, direction: Direction) -> FamilySpec:
-    from tilegen.choose.on_cpu import family_on_cpu  # loads SymPy
+    from tilegen.choose.on_cpu import family_on_cpu  # loads the model
 
     return family_on_cpu(problem, direction)
 
@@ -173,15 +173,10 @@ def ranked_families(
 
     Families whose kernels spill too much may come last. Raises Unsupported if no family fits.
     """
-    task = PassTask(direction, problem, gpu)
-    return task.memo.once(("families", direction, gpu), lambda: _ranked_families(task))
-
-
-def _ranked_families(task: PassTask) -> tuple[tuple[Family, float], ...]:
-    from tilegen.choose.ranker import best_of  # loads SymPy
+    from tilegen.choose.ranker import best_of  # loads the model
     from tilegen.model.footprint import footprint
 
-    problem, gpu, direction = task.problem, task.device, task.direction
+    task = PassTask(direction, problem, gpu)
     fitting: list[tuple[bool, float, Family]] = []
     reasons: list[str] = []
     for name, spec in FAMILIES[direction].items():

@@ -80,7 +80,7 @@ class Records:
         task, seconds = self.task(kernel), TUNE_SECONDS
         if not isinstance(self.device, GpuSpec):
             seconds = TUNE_SECONDS_ON_CPU
-            from tilegen.choose.on_cpu import may_tune  # loads SymPy
+            from tilegen.choose.on_cpu import may_tune  # loads the model
 
             if not may_tune(task):
                 return None

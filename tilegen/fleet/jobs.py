@@ -76,7 +76,7 @@ def jobs_of(
         for kernel in kernels or kernels_of(problem, gpu, _trained(problem))
     ]
     if not kernels and not isinstance(gpu, GpuSpec):
-        from tilegen.choose.on_cpu import may_tune  # loads SymPy
+        from tilegen.choose.on_cpu import may_tune  # loads the model
 
         jobs = [job for job in jobs if may_tune(job.task)]
     return list({job.study: job for job in jobs}.values())

@@ -93,7 +93,7 @@ def tune(
     else:
         bench = Bench(measure=measure, compile=compile, check=check)
     if space is None or candidates is None:
-        from tilegen.choose.ranker import ranked_space  # imports SymPy
+        from tilegen.choose.ranker import ranked_space  # loads the model
 
         space, proposed = ranked_space(task, space)
         candidates = proposed if candidates is None else candidates
