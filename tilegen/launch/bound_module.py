@@ -51,7 +51,9 @@ def bound_module(
         from tilegen.launch.triton_run import TritonRun, is_jitted  # loads Triton
 
         if is_jitted(function):
-            start, tiles = TritonRun(module, function, config, aligned).start, Described
+            roles = KERNELS[kernel].specialised
+            run = TritonRun(module, function, config, aligned, specialised=roles)
+            start, tiles = run.start, Described
         else:
             start = always(partial(_in_turn, module.run))
     launch = launch_by(start, launch_of(module.SOURCE), device, module.__name__, tiles)
