@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tilegen.emit.identity import rows_are_aligned
-from tilegen.kernels.config import BLOCK_SIZES, TileConfig
+from tilegen.errors import Unsupported
+from tilegen.kernels.config import BLOCK_SIZES, OPTIONS, TileConfig
 from tilegen.kernels.descriptors import why_not_described
+from tilegen.kernels.registry import why_no_roles
 from tilegen.kernels.spec import Knobs
 from tilegen.masks.grouping import heads_of_tiles
 from tilegen.task import KernelTask
@@ -19,6 +21,18 @@ def legal_configs(task: KernelTask, *, describable: bool = True) -> list[TileCon
     """Return the configs of `all_configs`, and the same configs with tensor descriptors if these
     are allowed."""
     plain, problem = all_configs(task), task.problem
+    if task.spec.specialised:
+        if reason := task.spec.why_not(problem):
+            raise Unsupported(reason)
+        return [
+            config
+            for one in plain
+            for programs in {0, task.gpu.num_sms} & {*OPTIONS["persistent"].allowed}
+            for turns in (False, True)
+            if not why_no_roles(
+                config := replace(one, descriptors=True, persistent=programs, turns=turns)
+            )
+        ]
     aligned = describable and rows_are_aligned(problem)
     if why_not_described(task.spec, problem.dtype, aligned=aligned, arch=task.device.arch):
         return plain

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+from tilegen.check import in_child
 from tilegen.compiling.acceptable import why_not_run, why_not_spilled, why_not_used
 from tilegen.device import Device
 from tilegen.errors import BuildFailed, TilegenError, Unsupported, WrongResult
@@ -216,6 +217,8 @@ def _measure_with(task: KernelTask) -> Measure:
                 raise
             except RuntimeError as error:  # such as torch.OutOfMemoryError
                 raise Unsupported(f"no inputs for '{task.problem}': {one_line(error)}") from error
+        if task.spec.specialised and (reason := in_child.check(task.tiled(config))):
+            return Measurement(status="wrong", message=one_line(reason))
         try:
             run = inputs[0].runs(config)
         except TilegenError as error:
