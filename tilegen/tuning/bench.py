@@ -287,8 +287,7 @@ class Timed:
 def make_launches(task: KernelTask, device: str) -> list[tuple[Any, ...]]:
     """Create random arguments for each `launch` of a kernel: a single launch, or one per panel.
 
-    The kernel's family is run with functions that only record their arguments. Times depend little
-    on the values.
+    The kernel's family runs with functions that record arguments. Times depend little on values.
     """
     import torch
 
