@@ -18,6 +18,7 @@ from functools import partial
 from subprocess import SubprocessError
 from typing import TYPE_CHECKING
 
+from tilegen.check import in_child
 from tilegen.choose.choice import Choice, Origin, Shortlist
 from tilegen.choose.families import families_used
 from tilegen.choose.records import Records
@@ -66,7 +67,8 @@ def choose(
     is set. See `Records` for `deterministic`. Raises Unsupported.
     """
     # AttentionProblem -> Records: the problem in normal form, with its records
-    records = Records(problem, device, deterministic=deterministic)
+    roles = aligned and describable
+    records = Records(problem, device, deterministic=deterministic, roles=roles)
     # Records -> [FamilySpec]: fixed before anything compiles, one for each pass
     families: tuple[FamilySpec, ...] = families_used(records, direction)
     compile = compiler_here(aligned=aligned) if may_compile else None
@@ -173,6 +175,10 @@ def _by_model(task: KernelTask, *, describable: bool, may_compile: bool) -> Shor
 
     ask, top = (by_lower_bound, MAX_COMPILES) if may_compile else (propose, 1)
     candidates = ask(task, top=top, describable=describable)
+    if task.spec.specialised and (checked := in_child.passed(task)):
+        candidates = [one for one in candidates if one.config in checked]
+        if not candidates:
+            return Shortlist(task, tuple(checked), "model", "the configs that passed their check")
     configs = tuple(candidate.config for candidate in candidates)
     return Shortlist(task, configs, "model", "the model", tuple(candidates))
 

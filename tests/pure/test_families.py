@@ -156,6 +156,9 @@ def test_configs_belong_to_a_kind_of_kernel() -> None:
         if KERNELS[kernel].sliced:
             with pytest.raises(Unsupported, match=f"block_d of {kernel} must be one of"):
                 check_config(whole, kernel)
+        elif KERNELS[kernel].specialised:
+            with pytest.raises(Unsupported, match="through tensor descriptors: add t, got m64n64"):
+                check_config(whole, kernel)
         else:
             check_config(whole, kernel)
             with pytest.raises(Unsupported, match="remove d from m64n64d32w4s2"):

@@ -142,7 +142,7 @@ def test_records_are_read_once_and_of_other_families_only_if_they_can_win(
     asked.clear()
     measured(LARGE, "fwd", 1000.0)
     used(LARGE)
-    others = ("fwd_split", "fwd_streamed", "fwd_scores")
+    others = ("fwd_split", "fwd_streamed", "fwd_hopper", "fwd_scores")
     assert asked == [("fwd", False), *((kernel, False) for kernel in others)]
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tilegen.emit.identity import rows_are_aligned
-from tilegen.kernels.config import BLOCK_SIZES, TileConfig
+from tilegen.errors import Unsupported
+from tilegen.kernels.config import BLOCK_SIZES, OPTIONS, TileConfig
 from tilegen.kernels.descriptors import why_not_described
+from tilegen.kernels.registry import why_no_roles
 from tilegen.masks.grouping import heads_of_tiles
 from tilegen.model.columns import Columns
 from tilegen.task import KernelTask
@@ -22,6 +26,20 @@ def legal_configs(task: KernelTask, *, describable: bool = True) -> list[TileCon
 def legal_columns(task: KernelTask, *, describable: bool = True) -> Columns:
     """Return `legal_configs` as columns, all configs without descriptors first."""
     plain, problem = _all(task), task.problem
+    if task.spec.specialised:
+        if reason := task.spec.why_not(problem):
+            raise Unsupported(reason)
+        return Columns.of(
+            [
+                config
+                for one in plain.configs
+                for programs in {0, task.gpu.num_sms} & {*OPTIONS["persistent"].allowed}
+                for turns in (False, True)
+                if not why_no_roles(
+                    config := replace(one, descriptors=True, persistent=programs, turns=turns)
+                )
+            ]
+        )
     aligned = describable and rows_are_aligned(problem)
     if why_not_described(task.spec, problem.dtype, aligned=aligned, arch=task.device.arch):
         return plain

@@ -29,7 +29,7 @@ from tilegen.emit.identity import (
 from tilegen.emit.launch import MARK, EmittedLaunch
 from tilegen.errors import Unsupported
 from tilegen.kernels.arguments import DROPOUT, SINKS
-from tilegen.kernels.config import OPTIONS, Kernel, TileConfig, head_dim_chunks
+from tilegen.kernels.config import OPTIONS, Kernel, TileConfig, head_dim_chunks, launched_warps
 from tilegen.kernels.descriptors import why_not_described
 from tilegen.kernels.launch_order import heavy_end, rows_together
 from tilegen.kernels.registry import KERNELS, check_config, family_with, grid_of, tile_heads
@@ -46,6 +46,11 @@ if TYPE_CHECKING:
 
 MAX_NAME = 60
 """Maximum letters that a mask may add to the name of a function."""
+STAY = "{ .reg .pred p; setp.lt.f32 p, $1, 0fBF800000; @p nanosleep.u32 1; mov.f32 $0, $1; }"
+"""Assembly that returns its operand, which is not below -1. ptxas moves neither the assembly nor
+what it needs beyond a wait."""
+TANH = "tanh.approx.f32 $0, $1;"
+"""Assembly of a hyperbolic tangent, which errs by up to 2**-11 of its result."""
 _TRITON_DTYPES = {"fp16": "tl.float16", "bf16": "tl.bfloat16", "fp32": "tl.float32"}
 
 
@@ -217,6 +222,11 @@ def _context(
         "stays": side,
         "in_part": spec.loop.in_part,
         "helper": Helper,
+        "specialised": spec.specialised,
+        "launched_warps": launched_warps(config, specialised=spec.specialised),
+        "decorator": "@gluon.jit" if spec.specialised else "@triton.jit",
+        "stay": STAY,
+        "tanh": TANH,
         "chunked": _chunked,
     }
 
@@ -224,8 +234,13 @@ def _context(
 def _change_of_scores(problem: AttentionProblem, spec: KernelSpec) -> ScoreSource:
     if "scores" not in spec.supports:
         return ScoreSource()
-    trains, precise = "training" in spec.supports, problem.dtype == "fp32"
-    return score_source(problem.score, trains=trains, precise=precise, side=spec.stationary)
+    return score_source(
+        problem.score,
+        trains="training" in spec.supports,
+        precise=problem.dtype == "fp32",
+        side=spec.stationary,
+        tanh="_tanh" if spec.specialised else "",
+    )
 
 
 def _arguments(

@@ -26,7 +26,6 @@ from tilegen.launch.binding import BoundKernel
 from tilegen.launch.bound_module import bound_kernel
 from tilegen.launch.changes import Changes, Gradients, Wanted
 from tilegen.launch.libraries import Library
-from tilegen.masks.apart import apart
 from tilegen.masks.form import Shape
 from tilegen.masks.tensors import score_tensors, tensors_of
 from tilegen.problem import AttentionProblem
@@ -185,7 +184,7 @@ class Kernels:
             reads |= score_tensors(changes.captured, None, gradients)
             launches = self._completed(pass_, changes, reads, q, k)
         delta = passes.delta_of(launches, out, dout)
-        if wanted.sinks and apart(self.problem.mask) == "pairs":
+        if wanted.sinks and self.problem.mask.apart == "pairs":
             # 0 times NaN: rows beyond all documents reach no sink.
             delta.masked_fill_(~out.any(-1), 0.0)
         if dlse is not None:  # d lse / d s = p: the same as subtracting dlse from delta
