@@ -16,6 +16,7 @@ SHOWN = {
     "ahead_of_time": "out (1, 4, 256, 64)",
     "flex_port": "as written out: True",
     "mini": "; as exact as SDPA",
+    "new_family": "out   ok",
     "new_gpu": "half-h200 m",
     "new_mask": "as SDPA: True",
     "packed_documents": "the first document is as if alone: True",
