@@ -33,7 +33,10 @@ def examples(
     if name:
         print_json({name: sources[name]}) if json_ else sys.stdout.write(sources[name])
         return
-    titles = {key: ast.get_docstring(parse_module(text)) or "" for key, text in sources.items()}
+    titles = {
+        key: (ast.get_docstring(parse_module(text)) or "").partition("\n")[0]
+        for key, text in sources.items()
+    }
     if json_:
         print_json(titles)
         return
