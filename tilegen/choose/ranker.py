@@ -131,11 +131,13 @@ def _promising(tiles: Tiles, needs: Footprint) -> NDArray[np.int64]:
     """Return the places of the configs worth timing.
 
     They fit, are unlikely to spill, and use tensor descriptors only if they would spill without
-    them. Descriptors save registers, and little else (templates/README.md).
+    them. Descriptors save registers, and little else (templates/README.md). Kernels whose
+    warpgroups have roles use them always.
     """
-    described = tiles.config.descriptors
-    plain = np.arange(len(described)) % (len(described) - described.sum())
-    useful = ~described | (needs.spill_bytes[plain] > 0)
+    described, useful = tiles.config.descriptors, np.True_
+    if not described.all():
+        plain = np.arange(len(described)) % (len(described) - described.sum())
+        useful = ~described | (needs.spill_bytes[plain] > 0)
     return np.flatnonzero(useful & needs.fits(tiles.gpu) & ~np.asarray(needs.surely_spills))
 
 
