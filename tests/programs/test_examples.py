@@ -50,7 +50,20 @@ def test_the_command_lists_and_prints_them(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     listed = run("examples").splitlines()
-    assert [line.split()[0] for line in listed] == sorted(SHOWN)
+    assert [line.split()[0] for line in listed] == sorted([*SHOWN, "tour"])
     assert run("examples", "new_mask") == (FOLDER / "new_mask.py").read_text(encoding="utf-8")
-    assert set(json.loads(run("examples", "--json"))) == set(SHOWN)
+    assert set(json.loads(run("examples", "--json"))) == {*SHOWN, "tour"}
     assert "did you mean new_mask" in failing(monkeypatch, capsys, "examples", "new_msk")
+
+
+def test_the_cells_of_the_notebook_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TILEGEN_CPU", raising=False)
+    monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    cells = json.loads((FOLDER / "tour.ipynb").read_text(encoding="utf-8"))["cells"]
+    programs = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert not any(cell.get("outputs") for cell in cells)
+    shown = warm.output("\n".join(programs))
+    assert float(shown.partition("largest difference: ")[2].split()[0]) < 1e-5
+    assert "query rows stationary" in shown
+    assert sum(path.stat().st_size for path in FOLDER.iterdir() if path.is_file()) < 150_000

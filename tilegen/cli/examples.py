@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import sys
 from importlib.resources import files
 from typing import Annotated
@@ -18,14 +19,14 @@ def examples(
     name: Annotated[str, typer.Argument(help="an example; default: list all")] = "",
     json_: Json = False,
 ) -> None:
-    """List example programs, or print one.
+    """List example programs and a notebook, or print one.
 
     Example: tilegen examples flex_port > port.py
     """
     sources = {
-        path.name.removesuffix(".py"): path.read_text(encoding="utf-8")
+        path.name.partition(".")[0]: path.read_text(encoding="utf-8")
         for path in sorted(files("tilegen.examples").iterdir(), key=lambda path: path.name)
-        if path.name.endswith(".py") and path.name != "__init__.py"
+        if path.name.endswith((".py", ".ipynb")) and path.name != "__init__.py"
     }
     if name and name not in sources:
         hint = did_you_mean(name, sources)
@@ -33,12 +34,15 @@ def examples(
     if name:
         print_json({name: sources[name]}) if json_ else sys.stdout.write(sources[name])
         return
-    titles = {
-        key: (ast.get_docstring(parse_module(text)) or "").partition("\n")[0]
-        for key, text in sources.items()
-    }
+    titles = {key: _title(text) for key, text in sources.items()}
     if json_:
         print_json(titles)
         return
     for key, title in titles.items():
         console.print(f"{key:18}{title}")
+
+
+def _title(text: str) -> str:
+    if text.startswith("{"):  # a notebook, which begins with its title
+        return json.loads(text)["cells"][0]["source"][0].strip("# \n") + ", a notebook."
+    return (ast.get_docstring(parse_module(text)) or "").partition("\n")[0]
