@@ -23,4 +23,4 @@ def _compiled_calls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def optimised(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have kernels compiled as for users."""
     compile_for(replace(target.host(), level=2), monkeypatch)
-    monkeypatch.setattr(cpu, "_modules", BoundedCache(cpu.MAX_MODULES))
+    monkeypatch.setattr(cpu, "_kernels", BoundedCache(cpu.MAX_KERNELS))
