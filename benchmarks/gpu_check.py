@@ -48,7 +48,7 @@ PEERS = ("tilegen", "sdpa-flash", "sdpa-cudnn", "flex")
 """Providers that are timed: `python -m benchmarks.run` times all."""
 MOST_PROCESSES = 14
 """Upper bound on the processes of pytest: each holds half a gigabyte of the GPU's memory."""
-WHOLE = "train", "sparse_share", "generate"
+WHOLE = "train", "generate"
 """Whole runs, last."""
 LEFT_OVER = 0.01
 """Share of parts that get what the others leave."""

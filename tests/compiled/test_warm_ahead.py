@@ -37,7 +37,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave of earlier calls what a new process would find: files."""
     plans.forget()
-    monkeypatch.setattr(cpu, "_modules", BoundedCache(99))
+    monkeypatch.setattr(cpu, "_kernels", BoundedCache(99))
     monkeypatch.setattr(kernel_files, "_modules", BoundedCache(99))
 
 
