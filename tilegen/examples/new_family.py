@@ -12,11 +12,11 @@ from tilegen.kernels.registry import register
 from tilegen.kernels.spec import FamilySpec
 
 # A template is looked for in the kernel's folder, then among tilegen's: here a forward with another
-# step. It rescales the output only where a row's maximum has grown by far, so weights reach 2^8.
+# step. It rescales the output only where a row's maximum has grown by 1, so weights reach 2.
 STEP = """\
 {% import "_partials.jinja" as part with context %}
 {% import "_mask.jinja" as mask with context %}
-{% set doc = "Add a tile of keys and values; rescale rows whose maximum grew by more than 8." %}
+{% set doc = "Add a tile of keys and values; rescale rows whose maximum grew by more than 1." %}
 {% macro step(q_idx) %}
 k_tile = k_base + tile_n * BLOCK_N * k_row
 v_tile = v_base + tile_n * BLOCK_N * v_row
@@ -29,7 +29,7 @@ if MASKED:
     {{ mask.keep_pairs("", q_idx, "tile_n * BLOCK_N + offs_n[None, :]") }}
     s = tl.where(keep, s, float("-inf"))
 largest = tl.max(s, 1)
-m_new = tl.where(largest > m_i + 8.0, largest, m_i)
+m_new = tl.where(largest > m_i + 1.0, largest, m_i)
 m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
 p = tl.exp2(s - m_safe[:, None])
 alpha = tl.exp2(m_i - m_safe)
