@@ -28,7 +28,7 @@ import typer
 import tilegen.model.footprint as model
 from benchmarks.quantile_fit import quantile_fit
 from benchmarks.workloads import CATALOGUE, LARGE_FP32_DIMS, LARGE_HEAD_DIMS, SHAPES
-from tilegen.choose.ranker import propose
+from tilegen.choose.ranker import best_of, propose
 from tilegen.choose.search_space import all_configs
 from tilegen.compiling.acceptable import FEWEST_REGISTERS
 from tilegen.compiling.compiler import CompiledKernel
@@ -40,7 +40,7 @@ from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import KERNELS
 from tilegen.model import on_chip
 from tilegen.problem import AttentionProblem
-from tilegen.task import KernelTask, memo_of
+from tilegen.task import KernelTask
 
 SAMPLES = Path(__file__).parent / "results" / "footprint.csv"
 FITS = Path(model.__file__).parent / "registers.toml"
@@ -323,7 +323,7 @@ def write_fits(samples: list[Sample]) -> None:
     for arch, rows in fit_registers(samples).items():
         lines += ["", f"[architecture.{arch}]", *(f"{name} = {row}" for name, row in rows.items())]
     FITS.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    for cached in (on_chip.family, memo_of):
+    for cached in (on_chip.family, best_of):
         cached.cache_clear()
 
 

@@ -23,10 +23,10 @@ import typer
 from benchmarks.workloads import CATALOGUE
 from tilegen import gpu
 from tilegen.choose.families import kernels_of
-from tilegen.choose.ranker import propose
+from tilegen.choose.ranker import best_of, propose
 from tilegen.model import rates
 from tilegen.problem import AttentionProblem
-from tilegen.task import KernelTask, memo_of
+from tilegen.task import KernelTask
 
 GPUS = ("a100", "h100", "h200", "b200")
 NAMES = [
@@ -68,9 +68,8 @@ def changed(problems: list[AttentionProblem], before: Choices) -> int:
 
 def forget() -> None:
     """Clear the model's caches, which depend on earlier constants."""
-    memo_of.cache_clear()
     for name, module in list(sys.modules.items()):
-        if name.startswith("tilegen.model"):
+        if name.startswith(("tilegen.model", "tilegen.choose")):
             for var in vars(module).values():
                 if callable(clear := getattr(var, "cache_clear", None)):
                     clear()
@@ -99,10 +98,10 @@ def scaled(group: str, name: str, factor: float) -> Iterator[None]:
         module = importlib.import_module(f"tilegen.model.{group}")
         changes = [mock.patch.object(module, name, getattr(module, name) * factor)]
     with ExitStack() as stack:
-        stack.callback(memo_of.cache_clear)
+        stack.callback(best_of.cache_clear)
         for change in changes:
             stack.enter_context(change)
-        memo_of.cache_clear()
+        best_of.cache_clear()
         yield
 
 

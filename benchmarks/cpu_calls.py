@@ -180,7 +180,7 @@ def measure(
 
 def compile_seconds(problem: AttentionProblem, kernel: Kernel, config: TileConfig) -> float:
     """Return the time that compiling a kernel of a call took, when it was not yet on disk."""
-    return cpu.function_of(cpu.load(render(problem.normal().bucket, config, kernel))).made.seconds
+    return cpu.load(render(problem.normal().bucket, config, kernel)).made.seconds
 
 
 def main(

@@ -39,8 +39,8 @@ from tilegen.environment import reread
 TESTS = Path(__file__).parent
 MOST_WORKERS = 8
 """Each holds PyTorch and SymPy, half a gigabyte; the slowest tests would not end any sooner."""
-SHARE = 10
-"""One in so many of the tests marked `sampled` runs."""
+SHARES = {"sampled": 10, "slow": 3}
+"""Of the tests with a marker, one in so many runs."""
 SLOW = ("compile_only", "compiled", "traced")
 """Folders of slow tests, with long lists of cases."""
 FEW = 3
@@ -75,7 +75,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all",
         action="store_true",
-        help="run all cases of long lists, not a third or a tenth of them",
+        help="run all cases of long lists and all slow tests, not a third or a tenth of them",
     )
 
 
@@ -143,7 +143,8 @@ def _sample(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep some of the tests of long lists, others for each commit, unless tests are named.
 
     Of those marked `sampled` a tenth: they break the code, or vary one thing, and most faults turn
-    many of them red. Of the slow folders a third of each list (see `_beyond`).
+    many of them red. Of those marked `slow` a third: they are one in twenty, and take more time
+    than all others. Of the slow folders a third of each list (see `_beyond`).
     """
     keyword = config.option.keyword
     named = any("::" in arg for arg in config.args) or (keyword and not keyword.startswith("not "))
@@ -154,8 +155,9 @@ def _sample(config: pytest.Config, items: list[pytest.Item]) -> None:
     lists: dict[object, list[Any]] = {}
     for item in items:
         number = zlib.crc32(f"{seed}:{item.nodeid}".encode())
-        if item.get_closest_marker("sampled"):
-            dropped |= {item} if number % SHARE else set()
+        share = max((n for name, n in SHARES.items() if item.get_closest_marker(name)), default=1)
+        if share > 1:
+            dropped |= {item} if number % share else set()
         elif item.path.parent.name in SLOW and hasattr(item, "callspec"):
             lists.setdefault((item.path, getattr(item, "function", None)), []).append(
                 (number, item)
@@ -209,7 +211,7 @@ def pytest_report_header() -> str:
     mode = "interpreting" if INTERPRETING else "compiling"
     return (
         f"torch {version('torch')}, triton {version('triton')} ({mode}), "
-        f"numpy {version('numpy')}; a tenth of the sampled tests by TESTS_SEED={_seed()}, or --all"
+        f"numpy {version('numpy')}; a sample of the tests by TESTS_SEED={_seed()}, or --all"
     )
 
 

@@ -10,7 +10,7 @@ from tests.tasks import tiled
 from tilegen import cpu
 from tilegen.check.paging import in_pages
 from tilegen.check.reference import make_inputs
-from tilegen.cpu.checks import CountedTraffic
+from tilegen.cpu.reports import CountedTraffic
 from tilegen.emit.identity import RenderedKernel
 from tilegen.emit.render import render
 from tilegen.kernels import passes
@@ -25,7 +25,7 @@ Bytes = dict[Kernel, tuple[int, int]]
 def counting(rendered: RenderedKernel) -> tuple[Callable[..., Any], CountedTraffic]:
     """Return the launch of a counting build, and the bytes that launches move from now on."""
     module = cpu.load(rendered, "count")
-    traffic = cpu.function_of(module).traffic
+    traffic = module.traffic
     traffic.read.clear()
     traffic.written.clear()
     return module.launch, traffic

@@ -17,10 +17,12 @@ ROOT = Path(__file__).parent.parent
 TIME_LIMIT = 2400  # seconds; other tests may run on the same cores
 
 
+@pytest.mark.slow
 def test_interpret_tier() -> None:
     run("tests/interpret", "--durations=10")
 
 
+@pytest.mark.slow
 def test_gpu_tier_is_rehearsed() -> None:
     if has_gpu_device():
         pytest.skip("tests/gpu itself runs on a machine with a GPU")

@@ -8,6 +8,7 @@ one-line message. Slow modules are imported only when a verb is called.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -38,6 +39,8 @@ ALL = "all"
 """Name for all kernels that a problem needs, forward and backward."""
 CPU_SECONDS = 20.0
 """Time to tune a kernel on a processor, unless a budget says otherwise [s]."""
+LEAST_SECONDS = 0.001
+"""Budget of a kernel once others have taken all of the command's: it still measures a tile [s]."""
 FORWARD = "forward"
 """Name for the first kernel of a problem's forward."""
 
@@ -215,17 +218,16 @@ def tune(
     """Measure configs on the local GPU, or on the processor of a machine without a GPU; return the
     record of the best config of each kernel.
 
-    Records and trials are saved in the local cache. The budget of a kernel is `seconds` of this
-    run, `trials` over all runs, or both; without a budget all configs are tried, on a processor
-    for CPU_SECONDS. With the URL of a
-    fleet's `storage`, other machines take part, and the budget is `trials`. A `gpu` must be the
-    local GPU.
+    Records and trials are saved in the local cache. The budget is `seconds` for all kernels of this
+    run together, `trials` of each kernel over all runs, or both. Without a budget all configs are
+    tried, on a processor for CPU_SECONDS a kernel. By default all kernels of a problem are tuned,
+    but no backward of a problem with one query. With the URL of a fleet's `storage`, other machines
+    take part, and the budget is `trials`. A `gpu` must be the local GPU.
 
     With TILEGEN_LIBRARIES=1 and without a `storage`, PyTorch's own kernels are measured too, for
     each pass whose kernels are all tuned. Raises Unsupported without the device, and NoRecord if no
     config runs.
     """
-    from tilegen.choose import on_cpu
     from tilegen.devices import device_of
     from tilegen.fleet.jobs import jobs_of
     from tilegen.gpus.spec import GpuSpec
@@ -238,22 +240,27 @@ def tune(
             "with a storage the budget is trials, not seconds: machines share it; pass trials"
         )
     spec = tuned_device() if gpu is None else device_of(gpu)
-    if not isinstance(spec, GpuSpec) and seconds is None and trials is None:
-        seconds = CPU_SECONDS
-    kernels = kernels_named(kernel, parsed, spec)
+    named = None if kernel == ALL else kernels_named(kernel, parsed, spec)
+    jobs = jobs_of([parsed.normal()], spec, named)
     if storage:
         from tilegen.fleet.together import tune_together
 
-        return tune_together(jobs_of([parsed], spec, kernels), trials, storage)
-    tasks = [_task(name, parsed, spec) for name in kernels]
-    if not isinstance(spec, GpuSpec) and kernel == ALL:  # others have one tile
-        tasks = [task for task in tasks if on_cpu.may_tune(task)]
-    records = [tuned(task, seconds=seconds, trials=trials) for task in tasks]
+        return tune_together(jobs, trials, storage)
+    if not isinstance(spec, GpuSpec) and seconds is None and trials is None:
+        seconds = CPU_SECONDS * len(jobs)
+    started = time.monotonic()
+    records: list[TuningRecord] = []
+    for i, job in enumerate(jobs):
+        share = None
+        if seconds is not None:  # what a kernel leaves is for those after it
+            left = started + seconds - time.monotonic()
+            share = max(left / (len(jobs) - i), LEAST_SECONDS)
+        records.append(tuned(job.task, seconds=share, trials=trials))
     if current().libraries and isinstance(spec, GpuSpec):
         from tilegen.tuning.libraries import tune_libraries
 
         for direction in FAMILIES:
-            if family_among(kernels, direction):
+            if family_among([job.kernel for job in jobs], direction):
                 tune_libraries(parsed, spec, direction, command=f"tilegen tune '{parsed.bucket}'")
     return records
 

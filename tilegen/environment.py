@@ -22,6 +22,7 @@ TUNE = "TILEGEN_TUNE"
 DETERMINISTIC = "TILEGEN_DETERMINISTIC"
 CHECK = "TILEGEN_CHECK"
 LIBRARIES = "TILEGEN_LIBRARIES"
+HOPPER = "TILEGEN_HOPPER"
 BATCH_INVARIANT = "TILEGEN_BATCH_INVARIANT"
 CPU = "TILEGEN_CPU"
 BOUNDS = "bounds"
@@ -53,6 +54,9 @@ class Settings:
     libraries: bool
     """TILEGEN_LIBRARIES: PyTorch's own kernels are tuned too, and used for a pass if they were
     measured to be faster."""
+    hopper: bool
+    """TILEGEN_HOPPER: kernels whose warpgroups have roles are used where they can be, without
+    measured times."""
 
 
 def settings(**changes: Any) -> AbstractContextManager[Settings]:
@@ -79,7 +83,10 @@ def settings(**changes: Any) -> AbstractContextManager[Settings]:
     return _Chosen(_only(replace(current(), **{name: getattr(read, name) for name in names})))
 
 
-VARIABLES = CACHE_DIR, CACHE_PATH, TUNE, DETERMINISTIC, CHECK, CPU, BATCH_INVARIANT, LIBRARIES
+VARIABLES = (
+    *(CACHE_DIR, CACHE_PATH, TUNE, DETERMINISTIC, CHECK),
+    *(CPU, BATCH_INVARIANT, LIBRARIES, HOPPER),
+)
 """The environment variables that are read."""
 
 
@@ -150,6 +157,7 @@ def read_from(env: Mapping[str, str]) -> Settings:
             cpu=_cpu(env.get(CPU, "")),
             batch_invariant=_switch(BATCH_INVARIANT, env.get(BATCH_INVARIANT, "")),
             libraries=_switch(LIBRARIES, env.get(LIBRARIES, "")),
+            hopper=_switch(HOPPER, env.get(HOPPER, "")),
         )
     )
 

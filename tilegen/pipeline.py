@@ -2,7 +2,7 @@
 
     AttentionProblem -> normal form -> families -> KernelTask -> ranked configs
     -> Choice: agreed, or recorded, or tuned, or the fastest that compiles to a usable kernel
-    -> modules
+    -> emitted kernels
 
 Calls, bundles, ranks and every command take this path, and differ in where they stop. Bundles
 compile in a pool of processes, all others in this process. On a processor, choices do not depend on
@@ -16,15 +16,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from subprocess import SubprocessError
-from types import ModuleType
 from typing import TYPE_CHECKING
 
+from tilegen.check import in_child
 from tilegen.choose.choice import Choice, Origin, Shortlist
 from tilegen.choose.families import families_used
 from tilegen.choose.records import Records
 from tilegen.disk import log, say_once
-from tilegen.emit.identity import rows_are_aligned
-from tilegen.emit.kernel_files import load_kernel
+from tilegen.emit.identity import RenderedKernel, rows_are_aligned
+from tilegen.emit.kernel_files import emitted
 from tilegen.errors import BuildFailed, TilegenError
 from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Kernel, TileConfig
@@ -67,7 +67,8 @@ def choose(
     is set. See `Records` for `deterministic`. Raises Unsupported.
     """
     # AttentionProblem -> Records: the problem in normal form, with its records
-    records = Records(problem, device, deterministic=deterministic)
+    roles = aligned and describable
+    records = Records(problem, device, deterministic=deterministic, roles=roles)
     # Records -> [FamilySpec]: fixed before anything compiles, one for each pass
     families: tuple[FamilySpec, ...] = families_used(records, direction)
     compile = compiler_here(aligned=aligned) if may_compile else None
@@ -147,11 +148,11 @@ def rank(
         return Shortlist(task, (config,), origin, source)
 
     if task.in_order and not isinstance(task.device, GpuSpec):
-        from tilegen.choose.on_cpu import usual_config  # loads SymPy
+        from tilegen.choose.on_cpu import usual_config
 
         return known(usual_config(task), "model", "rules, for any batch, lengths and pages")
     if task.in_order:
-        from tilegen.choose.ranker import invariant_config  # loads SymPy
+        from tilegen.choose.ranker import invariant_config
 
         # Records are ignored: problems that must give the same bits may have different records.
         return known(invariant_config(task), "model", "the model, for any batch, lengths and pages")
@@ -170,10 +171,14 @@ def _by_model(task: KernelTask, *, describable: bool, may_compile: bool) -> Shor
         from tilegen.choose.on_cpu import chosen_config
 
         return Shortlist(task, (chosen_config(task),), "model", "the model")
-    from tilegen.choose.ranker import by_lower_bound, propose  # load SymPy
+    from tilegen.choose.ranker import by_lower_bound, propose
 
     ask, top = (by_lower_bound, MAX_COMPILES) if may_compile else (propose, 1)
     candidates = ask(task, top=top, describable=describable)
+    if task.spec.specialised and (checked := in_child.passed(task)):
+        candidates = [one for one in candidates if one.config in checked]
+        if not candidates:
+            return Shortlist(task, tuple(checked), "model", "the configs that passed their check")
     configs = tuple(candidate.config for candidate in candidates)
     return Shortlist(task, configs, "model", "the model", tuple(candidates))
 
@@ -232,7 +237,7 @@ def best_acceptable(ranked: Shortlist, compile: Compile) -> Choice:
             continue
         if not at_best:  # known, so there is no prediction
             return Choice(config=config, ranked=ranked, tried=tried)
-        from tilegen.choose.ranker import time_as_compiled  # loads SymPy
+        from tilegen.choose.ranker import time_as_compiled
 
         seconds[config] = time_as_compiled(task.tiled(config), built).cost
         for other in ranked.configs:  # same code, except for the depth of its pipeline
@@ -259,11 +264,11 @@ def _by_tile(configs: Sequence[TileConfig]) -> list[TileConfig]:
     return [config for _, config in sorted(order, key=lambda pair: pair[0])]
 
 
-def load(chosen: Mapping[Kernel, Choice], *, aligned: bool) -> dict[Kernel, ModuleType]:
-    """Load the emitted module of each kernel."""
-    modules: dict[Kernel, ModuleType] = {}
+def emit(chosen: Mapping[Kernel, Choice], *, aligned: bool) -> dict[Kernel, RenderedKernel]:
+    """Return the text of each kernel, from its file or rendered."""
+    kernels: dict[Kernel, RenderedKernel] = {}
     for kernel, choice in chosen.items():
         problem, config = choice.tiled.problem, choice.config
         log.debug("%s for '%s': %s, from %s", kernel, problem, config, choice.source)
-        modules[kernel] = load_kernel(problem, config, kernel, aligned=aligned)
-    return modules
+        kernels[kernel] = emitted(problem, config, kernel, aligned=aligned)
+    return kernels

@@ -5,6 +5,7 @@ modules take from here. Importing this module imports Triton."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,6 +33,27 @@ PROGRAMS = Path(str(triton.__file__)).parent / "backends" / "nvidia" / "bin"
 def is_jitted(function: Any) -> bool:
     """Check whether Triton compiles a function, rather than interprets it."""
     return isinstance(function, JITFunction)
+
+
+def gluon_source() -> Any:
+    """Return the class of sources in Gluon, which is imported only where a kernel needs it."""
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    return GluonASTSource
+
+
+def in_gluon(type_: str) -> str:
+    """Return the type of an argument of a Gluon kernel: a descriptor's names the layout of its
+    tiles in shared memory."""
+    from triton.experimental.gluon import language
+
+    match = re.fullmatch(r"tensordesc<(\w+)\[(.*)\]>", type_)
+    if match is None:
+        return type_
+    dtype = {"bf16": language.bfloat16, "fp16": language.float16}[match[1]]
+    shape = [int(size) for size in match[2].split(",")]
+    layout = language.NVMMASharedLayout.get_default_for(shape, dtype)
+    return f"{type_[:-1]},{layout!r}>"
 
 
 def compiled_for(function: Any, arguments: list[Any], grid: int, options: dict[str, Any]) -> Any:

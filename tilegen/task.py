@@ -3,10 +3,8 @@ device; `Tiled`, a task with a config; and `PassTask`, a whole pass."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from functools import cached_property
 
 from tilegen.device import Device
 from tilegen.gpus.spec import GpuSpec
@@ -16,30 +14,6 @@ from tilegen.kernels.panels import PANEL_STEP, rows_for
 from tilegen.kernels.registry import KERNELS, family_with
 from tilegen.kernels.spec import Direction, FamilySpec, KernelSpec
 from tilegen.problem import AttentionProblem
-
-T = TypeVar("T")
-
-
-class Memo:
-    """Values computed once for a problem, shared by its kernels, configs and devices."""
-
-    def __init__(self) -> None:
-        self._values: dict[Hashable, Any] = {}
-
-    def once(self, key: Hashable, compute: Callable[[], T]) -> T:
-        """Return the value of a key; compute it on first use."""
-        try:
-            return self._values[key]
-        except KeyError:
-            value = self._values[key] = compute()
-            return value
-
-
-@lru_cache(maxsize=64)
-def memo_of(problem: AttentionProblem) -> Memo:
-    """Return the cache of the model's results for a problem. Results without lengths are in that of
-    the problem with all lengths 1 (`KernelTask.lengthless`)."""
-    return Memo()
 
 
 @dataclass(frozen=True)
@@ -58,11 +32,6 @@ class PassTask:
     def kernel(self, spec: KernelSpec) -> KernelTask:
         """Return the task of one of the pass's kernels."""
         return KernelTask(spec, self.problem, self.device)
-
-    @cached_property
-    def memo(self) -> Memo:
-        """The memo of the problem."""
-        return memo_of(self.problem)
 
 
 @dataclass(frozen=True)
@@ -113,29 +82,6 @@ class KernelTask:
     def heads_kv(self) -> int:
         """Key-value heads of all sequences together."""
         return self.problem.batch * self.problem.num_heads_kv
-
-    @cached_property
-    def memo(self) -> Memo:
-        """The memo of the problem."""
-        return memo_of(self.problem)
-
-    @cached_property
-    def lengthless(self) -> KernelTask:
-        """The same kernel for the problem of length 1; tasks of all lengths share it."""
-        unit = replace(self.problem, batch=1, seqlen_q=1, seqlen_kv=1)
-        return self if unit == self.problem else replace(self, problem=unit)
-
-    @cached_property
-    def tiles(self) -> Memo:
-        """Values that depend on the tile only, not on warps and stages."""
-        # Panels are sized for the L2 of the device; no other tile depends on the device.
-        device = self.device if self.spec.panel else None
-        return self.memo.once(("tiles", self.kernel, self.joined, self.follows, device), Memo)
-
-    @cached_property
-    def configs(self) -> Memo:
-        """Values that depend on the config only, not on lengths."""
-        return self.lengthless.memo.once(("configs", self.kernel, self.device), Memo)
 
     @cached_property
     def values_in_keys(self) -> bool:
@@ -228,17 +174,7 @@ class Tiled:
         """The device, a GPU."""
         return self.task.gpu
 
-    @property
+    @cached_property
     def step(self) -> Step:
-        """One step of the inner loop, shared by configs that differ in warps and stages only."""
-        task, config = self.task, self.config
-        key = "step", task.kernel, config.rows, config.block_n, config.block_d
-        return task.lengthless.memo.once(key, lambda: task.spec.step(task.problem, config))
-
-    def by_tile(self, name: str, compute: Callable[[], T]) -> T:
-        """Return a cached value that depends on the tile only, not on warps and stages."""
-        return self.task.tiles.once((name, self.config.tile), compute)
-
-    def by_config(self, name: str, compute: Callable[[], T]) -> T:
-        """Return a cached value that depends on the config but not on lengths."""
-        return self.task.configs.once((name, self.config), compute)
+        """One step of the inner loop."""
+        return self.spec.step(self.problem, self.config)

@@ -15,7 +15,6 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from queue import SimpleQueue
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.environment import ROOT
@@ -24,6 +23,7 @@ from tilegen.kernels.config import Kernel, TileConfig
 
 if TYPE_CHECKING:
     from tilegen.check.reference import Inputs
+    from tilegen.cpu.emitted import EmittedFunction
     from tilegen.kernels.panels import Launch
     from tilegen.problem import AttentionProblem
 
@@ -141,13 +141,11 @@ def _watched(problem: AttentionProblem, kernel: Kernel, config: TileConfig, move
     return partial(_counted, cpu.load(render(problem, config, kernel), "count"), kernel, moved)
 
 
-def _counted(module: ModuleType, kernel: Kernel, moved: Moved, *arguments: Any) -> Any:
-    from tilegen import cpu
-
-    counted = cpu.function_of(module).traffic
+def _counted(made: EmittedFunction, kernel: Kernel, moved: Moved, *arguments: Any) -> Any:
+    counted = made.traffic
     counted.read.clear()
     counted.written.clear()
-    result = module.launch(*arguments)
+    result = made.launch(*arguments)
     read, written = moved.get(kernel, (0, 0))
     moved[kernel] = read + counted.read_bytes, written + counted.write_bytes
     return result

@@ -72,12 +72,10 @@ def draw_all(folder: Path) -> None:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure as PNG and as SVG."""
+    """Write a figure as SVG."""
     import matplotlib.pyplot as plt
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    software: dict[str, Any] = {"Software": None}
-    figure.savefig(path.with_suffix(".png"), dpi=130, metadata=software)
     figure.savefig(path.with_suffix(".svg"), metadata={"Date": None, "Creator": None})
     plt.close(figure)
     svg = path.with_suffix(".svg")

@@ -12,7 +12,6 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -23,13 +22,13 @@ from tilegen.cpu.build import code_of, object_of, source_of
 from tilegen.cpu.function import flat
 from tilegen.cpu.objects import CompiledObject
 from tilegen.cpu.target import Target
-from tilegen.emit import kernel_files
 from tilegen.emit.identity import RenderedKernel
+from tilegen.emit.launch import launch_of
 from tilegen.emit.render import render
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.panels import Launch
 from tilegen.launch.binding import BoundKernel
-from tilegen.launch.bound_module import bound_module
+from tilegen.launch.launcher import always, launch_by
 from tilegen.masks.form import Shape
 from tilegen.problem import AttentionProblem
 
@@ -147,12 +146,9 @@ def place_of(recorded: Pass, argument: str) -> tuple[int, torch.Tensor]:
 
 
 def _bound(rendered: RenderedKernel, recorder: Recorder) -> BoundKernel:
-    emitted = kernel_files.load(rendered)
-    module = ModuleType(f"{emitted.__name__}_recorded")  # calls of this process keep the other
-    exec(compile(rendered.source, str(emitted.__file__), "exec"), module.__dict__)
-    vars(module).update({rendered.function: recorder, "SOURCE": rendered.source})
-    where = {"aligned": rendered.aligned, "device": torch.device("cpu")}
-    return bound_module(module, rendered.problem, rendered.kernel, rendered.config, **where)
+    start = always(lambda grid, arguments, _: recorder[(grid,)](*arguments))
+    launch = launch_by(start, launch_of(rendered.source), torch.device("cpu"), rendered.function)
+    return BoundKernel(launch, rendered.problem.mask, rendered.kernel, rendered.config)
 
 
 def _buffers(calls: Sequence[Call]) -> dict[int, torch.Tensor]:

@@ -16,6 +16,7 @@ from tilegen.task import KernelTask
 GPUS = ("a100", "h100", "h200", "b200")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GPUS)
 def test_first_proposals(name: str, golden: CheckGolden) -> None:
     spec = gpu(name)

@@ -290,6 +290,7 @@ def test_a_missing_column_is_named(tmp_path: Path) -> None:
 # The command
 
 
+@pytest.mark.slow
 def test_the_command_writes_every_verdict(data: Path, tmp_path: Path) -> None:
     import typer
 

@@ -37,6 +37,7 @@ def _worker(gib: float) -> Worker:
     return Worker(Needs, gib=gib, device="cpu", threads=1)
 
 
+@pytest.mark.slow
 def test_memory_beyond_the_limit_and_a_process_that_ends() -> None:
     with _worker(1.0) as worker:
         assert worker.call("gib", 0.2) == int(0.2 * 2**30)
@@ -81,6 +82,7 @@ def test_a_worker_ends_with_its_parent_whatever_it_does(tmp_path: Path) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_rows_of_a_case_and_a_run_that_goes_on(tmp_path: Path) -> None:
     out = tmp_path / "train.csv"
     attentions = ["tilegen", "eager", "flex_attention"]
@@ -102,6 +104,7 @@ def test_rows_of_a_case_and_a_run_that_goes_on(tmp_path: Path) -> None:
     assert float(rows["tilegen"]["over_tilegen"]) == 1
 
 
+@pytest.mark.slow
 def test_a_case_that_does_not_fit_is_a_row() -> None:
     case = train.parse("classifier-tiny b1 q8192 fp32 plain")
     machine = train.environment()

@@ -78,6 +78,7 @@ def test_generate_writes_kernels_binaries_and_a_manifest(tmp_path: Path) -> None
             assert set(pass_.config_from.values()) == {"model"}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_tiles")
 def test_the_same_request_gives_the_same_bytes_anywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -237,6 +238,7 @@ def test_a_compiler_that_dies_is_a_value_and_is_replaced(monkeypatch: pytest.Mon
         worker.close()
 
 
+@pytest.mark.slow
 def test_stopping_early_leaves_no_process_behind() -> None:
     rendered = [render(PROBLEM, TileConfig(block_m=16, block_n=n)) for n in (16, 32, 64)]
     before = compilers()

@@ -93,6 +93,7 @@ def example(
 # C++
 
 
+@pytest.mark.slow
 def test_the_example_launches_by_the_manifest(
     example: Path, stand_in: Path, bundle: Path, tmp_path: Path
 ) -> None:
@@ -299,6 +300,7 @@ def test_a_served_kernel_is_launched_on_any_thread(
     _check_launch(second, binary)
 
 
+@pytest.mark.slow
 def test_errors_of_the_driver_are_one_line(stand_in: Path, bundle: Path, tmp_path: Path) -> None:
     pytest.importorskip("cuda.bindings.driver", reason="needs NVIDIA's package cuda-bindings")
     binary = _binary(bundle)

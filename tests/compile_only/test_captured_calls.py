@@ -88,6 +88,7 @@ def check(call: Callable[[], torch.Tensor]) -> None:
         assert len(driver.launches) > before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_call_may_be_captured(name: str) -> None:
     """With gradients, but for predicates, whose tensors the forward reads already."""

@@ -25,6 +25,7 @@ OPTIONS = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": True}
 PROBLEM = AttentionProblem.parse("hq4 hkv1 q1024 d64 bf16 causal&window(255,0)")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arch, kernel",
     [
@@ -46,6 +47,7 @@ def test_every_kernel_on_every_architecture(kernel: Kernel, arch: str) -> None:
 SPLIT_OR_PADDED = ["d80 fp16 causal", "d192/128 bf16 full", "d72/60 fp32 window(9,9)"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", SPLIT_OR_PADDED)
 def test_split_and_padded_head_dims(text: str) -> None:
     """Each kernel is aligned for one of the problems, and not for another."""

@@ -13,6 +13,7 @@ from tilegen.compiling.compiler import compile_for
 from tilegen.problem import AttentionProblem
 
 
+@pytest.mark.slow
 def test_cpu_benchmarks_give_numbers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,6 +19,7 @@ TEXT = "hq4 hkv2 q1024 d64 bf16 causal"
 CONFIG = TileConfig(block_m=64, block_n=32, num_warps=4, num_stages=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kernel, arch",
     [

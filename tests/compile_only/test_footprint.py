@@ -53,8 +53,7 @@ FIRST: dict[str, dict[Kernel, str]] = {
     "sm_100": {"bwd_dkdv": PROBLEMS[0]},
     "sm_120": {"fwd": PROBLEMS[2], "bwd_dq": PROBLEMS[2]},
 }
-"""Problems whose proposals are compiled. Of the others `python -m benchmarks.proposals` compiles
-more, such as the six of bwd_dkdv for d192/128 on sm_90."""
+"""Problems whose proposals are compiled."""
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -15,7 +15,7 @@ from tilegen.emit.kernel_files import load
 from tilegen.emit.render import render
 from tilegen.errors import InvalidProblem
 from tilegen.kernels.config import TileConfig
-from tilegen.launch.bound_module import bound_module
+from tilegen.launch.bound_module import bound_kernel
 from tilegen.launch.triton_run import TritonRun
 from tilegen.masks import Mask
 from tilegen.problem import AttentionProblem
@@ -31,8 +31,7 @@ def test_a_launch_is_that_of_the_binder_and_compiles_nothing_else(
     problem = AttentionProblem.parse(f"hq2 q64 d{head_dim} bf16 causal")
     rendered = render(problem, CONFIG, aligned=aligned)
     module = load(rendered)
-    where = {"aligned": aligned, "device": torch.device("cpu")}
-    ours = bound_module(module, problem, "fwd", CONFIG, **where)
+    ours = bound_kernel(rendered, torch.device("cpu"), module)
     q, k = (torch.zeros(1, 2, n, head_dim, dtype=torch.bfloat16) for n in (64, 96))
     with stand_in(notes=True) as driver:
         results = [launch(q, k, k, 0.125) for launch in (ours.launch, module.launch)]
@@ -48,6 +47,7 @@ def test_a_launch_is_that_of_the_binder_and_compiles_nothing_else(
     assert seen[0] == seen[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mask",
     [

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from importlib.metadata import version
 
 import pytest
 from typer.testing import CliRunner
 
 import tilegen
-from benchmarks.machine_code import neighbourhood
 from tests.conftest import CheckGolden
 from tests.settled import usable
 from tilegen.choose.choice import Shortlist
+from tilegen.choose.ranker import estimate, search_space, time_as_compiled
 from tilegen.cli.main import app
-from tilegen.compiling.acceptable import why_not_used
+from tilegen.compiling.acceptable import acceptable, why_not_used
 from tilegen.compiling.compiler import CompiledKernel, compile_for
+from tilegen.compiling.verdicts import verdict
 from tilegen.emit.render import render
+from tilegen.errors import BuildFailed
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import BLOCK_SIZES, Kernel, TileConfig
+from tilegen.kernels.registry import KERNELS as KERNEL_SPECS
 from tilegen.model.as_compiled import clocks_as_compiled
 from tilegen.model.footprint import executed
 from tilegen.model.time import step_clocks
-from tilegen.pipeline import best_acceptable
+from tilegen.pipeline import best_acceptable, choose_by_model
 from tilegen.problem import AttentionProblem
 from tilegen.task import KernelTask, Tiled
 
@@ -42,6 +45,7 @@ KERNELS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arch, text, kernel, config",
     [
@@ -65,6 +69,7 @@ def test_steps_are_found_in_machine_code(arch: str, text: str, kernel: str, conf
     assert clocks_as_compiled(code, gpu(GPUS[arch])).bound > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arch, kernel, config",
     [
@@ -116,7 +121,9 @@ BESIDE: dict[str, tuple[str, Kernel]] = {
     "bwd_dkdv-d64-window": (WINDOW, "bwd_dkdv"),
     "bwd_dq-d64-causal": (SHORT, "bwd_dq"),
 }
-"""Problems whose neighbours are compiled too; of others: `benchmarks.machine_code --neighbours`."""
+"""Problems whose neighbours are compiled too."""
+NEAR = 1.15
+"""Predicted time over that of the choice up to which a neighbour is compiled."""
 BOUNDED: dict[str, tuple[str, Kernel]] = {
     **BESIDE,
     "fwd-d128-causal": (CAUSAL, "fwd"),
@@ -128,6 +135,7 @@ known_triton = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @known_triton
 @pytest.mark.parametrize("name", BOUNDED)
 def test_static_bounds(name: str, golden: CheckGolden) -> None:
@@ -136,17 +144,37 @@ def test_static_bounds(name: str, golden: CheckGolden) -> None:
     golden(told(problem, usable(problem, gpu("h200"), kernel)))
 
 
+@pytest.mark.slow
 @known_triton
 @pytest.mark.parametrize("name", BESIDE)
 def test_nothing_better_is_hidden_beside_a_choice(name: str) -> None:
     text, kernel = BESIDE[name]
-    problem = neighbourhood(PARSE(text), gpu("h200"), kernel)
-    assert len(problem) > 1
-    chosen, *others = problem
-    assert chosen.usable
-    better = [one for one in others if one.usable and one.seconds < chosen.seconds]
-    assert [one.config.key for one in better if one.hidden] == []
-    assert all(one.seconds > 0.93 * chosen.seconds for one in better)
+    task = KernelTask.of(kernel, PARSE(text), gpu("h200"))
+    chosen = choose_by_model(task).config
+    longest = NEAR * estimate(task.tiled(chosen)).seconds
+    seconds = {
+        config: time_as_compiled(task.tiled(config), built).seconds
+        for config in (chosen, *neighbours(chosen, kernel))
+        if estimate(task.tiled(config)).seconds <= longest
+        and not isinstance(built := verdict(task.tiled(config), aligned=True), BuildFailed)
+        and acceptable(built, task.gpu)
+    }
+    assert len(seconds) > 1
+    better = [config for config in seconds if seconds[config] < seconds[chosen]]
+    assert set(better) <= set(search_space(task))
+    assert all(seconds[config] > 0.93 * seconds[chosen] for config in better)
+
+
+def neighbours(config: TileConfig, kernel: Kernel) -> list[TileConfig]:
+    """Return the configs that differ by one step of one of a kernel's knobs."""
+    knobs, configs = KERNEL_SPECS[kernel].knobs, []
+    for field in fields(knobs):
+        values: tuple[int, ...] = getattr(knobs, field.name)
+        if field.name == "block_m":  # of each of the heads of a tile
+            values = tuple(one // config.heads for one in values if one >= config.heads)
+        at = values.index(getattr(config, field.name))
+        configs += [replace(config, **{field.name: one}) for one in values[max(0, at - 1) : at + 2]]
+    return [one for one in configs if one != config]
 
 
 def told(problem: AttentionProblem, built: CompiledKernel) -> str:
@@ -173,6 +201,7 @@ def test_clocks_of_a_tile_with_the_rows_of_several_heads_are_those_of_its_scores
     assert shown("fwd_split", "m8h8n64k1024w4s3") == pytest.approx(shown("fwd", "m64n64w4s3"))
 
 
+@pytest.mark.slow
 @known_triton
 def test_traps_are_not_chosen() -> None:
     """A head dim of 72 is two pieces in tensor memory, which this tile has no room for."""

@@ -88,6 +88,7 @@ def share(arch: str) -> list[RenderedKernel]:
     return asked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", GPUS)
 def test_kernels_compile_within_shared_memory(arch: str) -> None:
     limit = gpu(GPUS[arch]).smem_per_block
@@ -97,6 +98,7 @@ def test_kernels_compile_within_shared_memory(arch: str) -> None:
         assert compiled.reported.shared_bytes <= limit, kernel.function
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kernel, text, config",
     [
@@ -162,6 +164,7 @@ def layout(number: int) -> list[int]:
     return [0, *itertools.accumulate(lengths)]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compile_instead_of_launching")
 @pytest.mark.parametrize("names", [WHOLE, tuple(sliced.SMALL_CACHE)], ids=["whole", "slices"])
 def test_no_document_layout_recompiles(names: tuple[Kernel, ...]) -> None:
@@ -176,6 +179,7 @@ def test_no_document_layout_recompiles(names: tuple[Kernel, ...]) -> None:
     compiled_once(kernels)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compile_instead_of_launching")
 @pytest.mark.parametrize(
     "name, names",

@@ -21,6 +21,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_it_compiles_with_one_barrier_more_for_each_tile_of_keys(arch: str) -> None:
     wanted = [render(AttentionProblem.parse(t), TileConfig.parse(c), NAME) for t, c in CASES]

@@ -20,7 +20,7 @@ from tilegen.emit.render import render
 from tilegen.errors import InvalidProblem
 from tilegen.kernels.config import TileConfig
 from tilegen.launch.binding import BoundKernel
-from tilegen.launch.bound_module import bound_module
+from tilegen.launch.bound_module import bound_kernel
 from tilegen.launch.changes import Changes
 from tilegen.launch.triton_run import TritonRun
 from tilegen.masks.dropout import Dropout
@@ -138,9 +138,9 @@ def test_changed_settings_are_seen_at_the_next_call(
 def launches() -> tuple[BoundKernel, Any]:
     """Return a bound kernel, and its emitted module."""
     problem = AttentionProblem.parse("hq4 hkv2 q64 d64 bf16 causal")
-    module = load(render(problem, CONFIG))
-    where = {"aligned": True, "device": torch.device("cpu")}
-    return bound_module(module, problem, "fwd", CONFIG, **where), module
+    rendered = render(problem, CONFIG)
+    module = load(rendered)
+    return bound_kernel(rendered, torch.device("cpu"), module), module
 
 
 def run_of(bound: BoundKernel) -> Any:

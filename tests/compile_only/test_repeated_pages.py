@@ -121,6 +121,7 @@ def launched(driver: Any, call: Callable[[], Any], given: list[torch.Tensor]) ->
     ]
 
 
+@pytest.mark.slow
 def test_a_paged_call_launches_the_same_whatever_was_called_before() -> None:
     named = kinds()
     with as_if_on_a_gpu() as driver:

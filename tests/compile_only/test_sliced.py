@@ -38,6 +38,7 @@ PROPOSED = [kernel for kernel in KERNELS if kernel != "fwd_streamed"]
 """The streamed forward is nobody's choice at the head dims above."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", [*GPUS, "gfx942"])
 def test_every_kernel_on_every_architecture(arch: str) -> None:
     """A third of them on each, aligned and not in turn: all are compiled for sm_90 below."""
@@ -53,6 +54,7 @@ def test_every_kernel_on_every_architecture(arch: str) -> None:
         assert compiled.reported.shared_bytes <= 65536
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     version("triton") != CALIBRATED,
     reason=f"needs Triton {CALIBRATED}, whose reports the footprint data hold",
@@ -64,13 +66,14 @@ def test_first_proposals_are_legal_and_as_large_as_predicted(
     kernel: Kernel, text: str, arch: str
 ) -> None:
     """They may be used, and shared memory is within 1 % and 1 KiB of what is reported, or more
-    where a result leaves in pieces. The rest of the catalogue: `python -m benchmarks.proposals`."""
+    where a result leaves in pieces."""
     spec, problem = gpu(GPUS[arch]), AttentionProblem.parse(text)
     predicted, built = settled(problem, spec, kernel)
     assert acceptable(built.resources, spec), predicted.config
     assert predicted.smem_bytes >= 0.99 * built.resources.shared_bytes - 1024, predicted.config
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compile_instead_of_launching")
 @pytest.mark.parametrize("head_dim, aligned", [(320, True), (300, False)])
 def test_no_length_recompiles(head_dim: int, aligned: bool) -> None:

@@ -21,6 +21,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text, family, name", CASES, ids=[family for _, family, _ in CASES])
 def test_first_choices_compile_to_usable_kernels(
     text: str, family: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -27,6 +27,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, text", CASES)
 def test_first_choices_compile_to_usable_kernels(
     name: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -66,6 +66,7 @@ def test_kernels_that_do_not_fit_are_refused_by_the_compiler_alone(
     assert refusal.status in ("out_of_resources", "build_failed")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "gfx942"])
 def test_the_safe_tiles_fit_everywhere(arch: str) -> None:
     problem = AttentionProblem.parse("hq4 hkv1 q300 d256 bf16 causal(bottom_right)&window(63,9)")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import reduce
 
+import pytest
+
 from tests.user_forms import MASKS, SCORES
 from tilegen.compiling.compiler import CompiledKernel
 from tilegen.compiling.workers import Pool, compile_many
@@ -26,6 +28,7 @@ COUNT = 10
 """Kernels that have all the forms: some masks each, and some scores."""
 
 
+@pytest.mark.slow
 def test_kernels_compile() -> None:
     """Every form in one of the kernels: how pairs are computed is the same in all."""
     asked: list[tuple[str, RenderedKernel]] = []

@@ -30,6 +30,7 @@ masks = st.one_of(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("direction, family", WAYS)
 @settings(max_examples=2)
 @given(masks, st.integers(1, 60), st.integers(1, 60), st.integers(1, 2))

@@ -60,6 +60,7 @@ def _run(example: Path, *given: object, lacks: str = "") -> tuple[int, str]:
     return ran.returncode, ran.stdout + ran.stderr
 
 
+@pytest.mark.slow
 @needs_processor
 @pytest.mark.parametrize("problem", PROBLEMS)
 def test_the_example_agrees_with_a_plain_loop(problem: str, example: Path, bundle: Path) -> None:
@@ -109,6 +110,7 @@ def test_the_example_notices_wrong_results(example: Path, bundle: Path, tmp_path
     assert said.endswith("example_cpu: the results are wrong\n"), said
 
 
+@pytest.mark.slow
 def test_code_for_arm_agrees_with_a_plain_loop(tmp_path: Path) -> None:
     """On another machine than Arm's, under an emulator."""
     compiler, emulator = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")

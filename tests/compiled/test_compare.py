@@ -44,6 +44,7 @@ def test_each_attention_computes_the_problem(name: str, mask: str) -> None:
     torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_rows_of_two_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Row] = []
     rows = tilegen.compare(SMALL, "64..128", backward=True, on_row=seen.append)
@@ -65,6 +66,7 @@ def test_rows_of_two_passes(monkeypatch: pytest.MonkeyPatch) -> None:
             assert cells[name].peak_bytes is not None
 
 
+@pytest.mark.slow
 def test_memory_grows_with_the_length_or_with_its_square() -> None:
     """By lengths at which nothing else of a process is as large as a head's scores."""
     peaks: dict[str, list[int]] = {}
@@ -104,6 +106,7 @@ def test_other_devices_are_predicted(capsys: pytest.CaptureFixture[str]) -> None
     assert "within 25 %" in text
 
 
+@pytest.mark.slow
 def test_json_has_the_rows() -> None:
     (row,) = json.loads(run("compare", SMALL, "--lengths", "64", "--json"))
     assert (row["length"], row["direction"]) == (64, "forward")
@@ -138,6 +141,7 @@ def tilegen_main() -> None:
     main()
 
 
+@pytest.mark.slow
 def test_pictures_are_the_same_for_the_same_rows(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     rows = list(rows_of(AttentionProblem.parse(SMALL), "64..128"))

@@ -92,6 +92,7 @@ def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Te
     return [out.detach(), *torch.autograd.grad((out * weight).sum(), exact)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arch,dtype", [*((arch, "bf16") for arch in RUNNABLE), (BEST, "fp32"), (BEST, "fp16")]
 )
@@ -215,6 +216,7 @@ class _Counted:
 # Objects
 
 
+@pytest.mark.slow
 def test_objects_are_for_every_processor_and_need_no_other_library(tmp_path: Path) -> None:
     """The kernel with the most to link: it clears copies, and calls products."""
     text = "hq4 q70 d16 bf16 causal score(s+t0[h,k-q+512],float32+)"

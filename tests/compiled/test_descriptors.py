@@ -35,6 +35,7 @@ def kernels(problem: AttentionProblem) -> dict[Kernel, RenderedKernel]:
     return {kernel: render(problem, config, kernel) for kernel, config in SQUARE.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.any_triton
 @pytest.mark.parametrize(
     "text",

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
-from zlib import crc32
 
 import pytest
 import torch
@@ -18,13 +15,13 @@ from tests.differential.draw import draw
 from tests.differential.problems import PLAIN, Problem, parse
 from tests.differential.report import Line, append, read, summary
 from tests.differential.trial import attempt
-from tilegen.cpu import executable
-from tilegen.emit.identity import RenderedKernel
+from tests.gpu_road import broken
 from tilegen.kernels.config import Kernel
 
 SEED = 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(16))
 def test_random_problems(number: int) -> None:
     """The first of a seed; `python -m tests.differential --seed 20 --range 16:` goes on."""
@@ -61,23 +58,11 @@ RICH = Problem(
 )
 
 
-def broken(old: str, new: str, kernels: tuple[Kernel, ...]) -> Callable[..., ModuleType]:
-    """Return a function that makes kernels executable after changing an emitted text."""
-
-    def executable_broken(rendered: RenderedKernel, device: torch.device) -> ModuleType:
-        if rendered.kernel in kernels:
-            changed = rendered.source.replace(old, new)
-            digest = f"{rendered.digest[:8]}{crc32(changed.encode()):08x}"
-            rendered = replace(rendered, source=changed, digest=digest)
-        return executable(rendered, device)
-
-    return executable_broken
-
-
 def test_a_rich_problem_is_right() -> None:
     assert attempt(RICH).what == "right", attempt(RICH)
 
 
+@pytest.mark.slow
 def test_a_broken_mask_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
     load_broken = broken("k_idx <= q_idx", "k_idx < q_idx", ("fwd",))
     monkeypatch.setattr(trial, "executable", load_broken)
@@ -87,6 +72,7 @@ def test_a_broken_mask_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> N
     assert replace(small, head_dim=16, head_dim_v=16) == expected
 
 
+@pytest.mark.slow
 def test_a_broken_gradient_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
     load_broken = broken("head // GROUP_SIZE", "head % (num_heads_q // GROUP_SIZE)", ("bwd_dq",))
     monkeypatch.setattr(trial, "executable", load_broken)
@@ -125,6 +111,7 @@ BREAKS: dict[str, tuple[str, str, Kernel]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_of_every_kind_are_right_and_found_where_they_are_broken(
     name: str, monkeypatch: pytest.MonkeyPatch

@@ -32,6 +32,7 @@ def kept_pairs(name: str, queries: int) -> torch.Tensor:
     return near & (k % 2 == 0) if name == "unlisted" else near
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("queries", [1, 5])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("road", ["kernels", "torch"])

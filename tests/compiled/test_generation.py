@@ -81,6 +81,7 @@ def test_logits_err_at_most_twice_as_much_as_with_sdpa(dtype: str) -> None:
     assert 0 < ours <= generate.MOST_OF_SDPA * theirs
 
 
+@pytest.mark.slow
 def test_rows_of_a_case_and_a_run_that_goes_on(tmp_path: Path) -> None:
     out = tmp_path / "generate.csv"
     with pytest.MonkeyPatch.context() as patch:

@@ -9,6 +9,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import tilegen
+from tests.gpu_road import broken
 from tests.problems import PROBLEMS
 from tilegen.check.reference import make_inputs
 from tilegen.check.verification import check, require, run, verify
@@ -34,12 +35,12 @@ def kernels(
 
 @pytest.mark.any_triton
 @pytest.mark.parametrize(
-    "line, broken",
+    "line, new",
     [("    grid = ", "    grid = -1 + "), (f" * {math.log2(math.e)!r}", "")],
     ids=["the last program left out", "the scale not in base 2"],
 )
 def test_verify_and_calls_run_the_same_launch(
-    line: str, broken: str, monkeypatch: pytest.MonkeyPatch
+    line: str, new: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Break the printed launch: `verify` fails, and calls give wrong results."""
     problem = AttentionProblem.parse("b1 hq4 hkv2 q100 kv100 d32 fp32 causal")
@@ -57,10 +58,7 @@ def test_verify_and_calls_run_the_same_launch(
 
     assert all(one.ok for one in verify(problem, configs))
     assert calls_agree(0)
-    right = bound_module.launch_of
-    monkeypatch.setattr(
-        bound_module, "launch_of", lambda source: right(source).replace(line, broken)
-    )
+    monkeypatch.setattr(bound_module, "executable", broken(line, new))
     assert not all(one.ok for one in verify(problem, configs))
     assert not calls_agree(1)
 
@@ -70,16 +68,12 @@ def test_unwritten_results_are_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = AttentionProblem.parse("b1 hq2 q64 d32 fp32 causal")
     given = kernels(problem, aligned=True), make_inputs(problem), 0.2
     assert all(bool(one.isfinite().all()) for one in run(*given).values())
-    right = bound_module.launch_of
-    monkeypatch.setattr(
-        bound_module,
-        "launch_of",
-        lambda source: right(source).replace("    grid = ", "    grid = -1 + "),
-    )
+    monkeypatch.setattr(bound_module, "executable", broken("    grid = ", "    grid = -1 + "))
     for name, result in run(*given).items():
         assert result.isnan().any(), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("problem, config", list(zip(PROBLEMS, cycle([SQUARE, WIDE]))), ids=str)
 def test_agrees_with_the_reference(problem: AttentionProblem, config: TileConfig) -> None:
     require(verify(problem, dict.fromkeys(LARGE_CACHE, config)))

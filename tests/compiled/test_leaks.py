@@ -74,6 +74,7 @@ PACKED: dict[str, Mask] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, family", in_turns(PACKED))
 @pytest.mark.parametrize("poisoned", [0, 1, 2])
 def test_documents_do_not_reach_each_other(name: str, family: str, poisoned: int) -> None:
@@ -139,6 +140,7 @@ def test_keys_beyond_the_lengths_reach_nothing(kind: str, family: str) -> None:
             assert (rest == 0).all(), f"{result} of entry {b}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["q", "dout"])
 @pytest.mark.parametrize("kind", ["full", "one length", "causal", "not causal"])
 @pytest.mark.parametrize("family", [name for name in ALL_FAMILIES if name != "streamed"])

@@ -60,6 +60,7 @@ def agrees(case: Case, configs: Mapping[Kernel, TileConfig], dtype: DType) -> No
     require(check(kernels, make_inputs(problem), mask=judged))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ZOO, ids=str)
 def test_kernels_of_whole_heads(case: Case) -> None:
     """Each form in a backward, too: masks of a form are alike there."""

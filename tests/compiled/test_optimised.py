@@ -39,6 +39,7 @@ def test_every_kernel_is_here() -> None:
     assert {name for _, configs in CASES for name in configs} == set(KERNELS)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("optimised")
 @pytest.mark.parametrize("text, configs", CASES, ids=lambda one: one if type(one) is str else "")
 def test_optimised_kernels_agree_with_the_reference(

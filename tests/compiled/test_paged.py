@@ -265,6 +265,7 @@ def test_bits_do_not_hang_on_batch_padding_chunks_or_pages(mask: str) -> None:
             first = end
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("invariant")
 @pytest.mark.parametrize("tokens, padding", [(70, 7), (70, 58), (64, 64), (131, 1)])
 @pytest.mark.parametrize("mask", ["full", "window", "sinks", "odd", "dilated"])

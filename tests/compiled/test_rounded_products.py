@@ -32,6 +32,7 @@ def fused_differently(number: Number) -> int:
     return int((exact != number(q)).sum())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CASES)
 def test_ties_are_ties(name: str, dtype: torch.dtype) -> None:

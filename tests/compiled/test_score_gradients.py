@@ -117,6 +117,7 @@ TRAINED: dict[str, tuple[list[torch.Tensor], Callable[[list[torch.Tensor]], Scor
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRAINED)
 def test_gradients_of_what_a_score_reads(name: str) -> None:
     leaves, made = TRAINED[name]

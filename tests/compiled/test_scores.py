@@ -117,6 +117,7 @@ CASES = list(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.any_triton
 @pytest.mark.parametrize("name, mask, dtype", [*CASES[::3], *CASES[2::3]])
 def test_kernels_of_whole_heads(name: str, mask: str, dtype: DType) -> None:

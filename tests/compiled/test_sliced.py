@@ -153,6 +153,7 @@ def counted(
     return {kernel: (one.read_bytes, one.write_bytes) for kernel, one in moved.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", MASKS[::2])
 def test_counted_bytes_equal_the_formula(mask: str) -> None:
     """With alignment and without it in turn: each shape meets both."""

@@ -46,6 +46,7 @@ def _case(name: str, dtype: str) -> Case:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_fifty_losses_deviate_at_most_twice_as_much_as_with_sdpa(dtype: str) -> None:
     rows = compare(replace(SMALL, dtype=dtype), ("sdpa", "tilegen"), environment(), "cpu", seeds=2)
@@ -55,6 +56,7 @@ def test_fifty_losses_deviate_at_most_twice_as_much_as_with_sdpa(dtype: str) -> 
     assert by["tilegen"].last_loss < 5.3, "it has learned something"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", VARIATIONS)
 def test_gradients_of_each_parameter(name: str, dtype: str) -> None:
@@ -72,6 +74,7 @@ def test_gradients_of_each_parameter(name: str, dtype: str) -> None:
         assert error <= 2 * allowed + rounding, parameter
 
 
+@pytest.mark.slow
 def test_deterministic_training_repeats_bit_for_bit() -> None:
     torch.set_num_threads(2)
     case = replace(_case("documents", "bf16"), batch=2)
@@ -107,6 +110,7 @@ def test_the_backward_keeps_out_and_lse() -> None:
     assert sum(beside.values()) == 4 * batch * heads * seqlen * (dim + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["causal", "documents", "shared keys in a window"])
 def test_a_models_layers_keep_nothing_of_the_square(name: str) -> None:
     """No tensor that training keeps is as large as a head's scores; eager attention keeps them."""

@@ -16,7 +16,7 @@ from tests.splits import NAMES, splits
 from tests.tasks import tiled
 from tilegen.check.reference import make_inputs
 from tilegen.check.verification import require, verify
-from tilegen.cpu.checks import CountedTraffic
+from tilegen.cpu.reports import CountedTraffic
 from tilegen.emit.render import render
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.launch.binding import BoundKernel

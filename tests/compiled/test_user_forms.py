@@ -29,6 +29,7 @@ CONFIGS: dict[Kernel, TileConfig] = {
 PROBLEM = AttentionProblem.parse(f"b{BATCH} hq{HEADS} hkv1 q{SEQLEN_Q} kv{SEQLEN_KV} d16 fp32 full")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MASKS)
 def test_a_mask_keeps_the_same_pairs_as_pytorch(name: str) -> None:
     """Kernels, tile lists and the reference agree with the function itself."""
@@ -46,6 +47,7 @@ def test_a_mask_keeps_the_same_pairs_as_pytorch(name: str) -> None:
     require(check(kernels, make_inputs(problem), mask=Judged(mask, expected)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCORES)
 def test_a_score_equals_pytorchs(name: str) -> None:
     """The reference itself is compared with the function, called pair by pair."""

@@ -14,6 +14,7 @@ def test_there_are_enough_breaks_with_names_of_their_own() -> None:
     assert len({broken.name for broken in BREAKS}) == len(BREAKS) >= 30
 
 
+@pytest.mark.slow
 def test_a_break_is_noticed_and_a_harmless_change_is_not() -> None:
     tests = "test_threads.py::test_threads_change_no_bits"
     old = "icmp ult i32 %i, %all"

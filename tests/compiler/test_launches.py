@@ -77,7 +77,7 @@ def test_the_number_of_threads_follows_from_sizes_not_from_time(taken: list[int]
 
 def _work(kernel: Kernel, problem: str, config: TileConfig = CONFIG) -> tuple[Work, int]:
     rendered = render(AttentionProblem.parse(problem), config, kernel)
-    emitted = cpu.function_of(cpu.load(rendered))
+    emitted = cpu.load(rendered)
     work = Work.of(rendered.kernel, rendered.config, rendered.problem, emitted.made.names)
     assert work is not None
     return work, work.place
@@ -236,6 +236,7 @@ print("main ends", flush=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("daemon", ["daemon", "joined"])
 @pytest.mark.parametrize("way", WAYS)
 def test_an_interpreter_ends_while_a_thread_calls(way: str, daemon: str) -> None:

@@ -45,6 +45,7 @@ def _assembly(name: str, dtype: str, kernel: str) -> str:
     return jit.assembly_of(lowered, TARGETS[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, dtype, kernel",
     [(*one, ("fwd", "bwd_dkdv")[i % 2]) for i, one in enumerate(PRODUCTS)],

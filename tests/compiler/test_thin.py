@@ -36,6 +36,7 @@ def _random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> t
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("turned", [(False, False), (False, True), (True, True)], ids=str)
@@ -58,6 +59,7 @@ def test_products_of_few_rows(
         torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", ROWS)
 def test_sums_are_rescaled_before_each_step(rows: int, dtype: torch.dtype, target: Target) -> None:

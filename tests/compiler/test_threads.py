@@ -14,11 +14,13 @@ import torch
 from tests.compiler import kernels, runs
 from tilegen import cpu
 from tilegen.cpu import function, threads
+from tilegen.emit.launch import launch_of
 from tilegen.emit.render import render
 from tilegen.errors import Unsupported
 from tilegen.kernels.config import TileConfig
 from tilegen.kernels.panels import Launch
 from tilegen.launch.bound_module import bound_kernel
+from tilegen.launch.launcher import always, launch_by
 from tilegen.problem import AttentionProblem
 
 CONFIG = TileConfig(block_m=16, block_n=16)
@@ -31,9 +33,11 @@ pytestmark = pytest.mark.usefixtures("two_threads")
 def launch(request: pytest.FixtureRequest) -> Launch:
     """Return the launch of a forward."""
     rendered = render(AttentionProblem.parse("hq4 q300 d32 fp32 causal"), CONFIG)
-    if request.param == "tensors":
-        return cpu.load(rendered).launch
-    return bound_kernel(rendered, torch.device("cpu")).launch
+    made = cpu.load(rendered)
+    if request.param == "addresses":
+        return made.launch
+    start = always(lambda grid, arguments, _: made[(grid,)](*arguments))
+    return launch_by(start, launch_of(rendered.source), torch.device("cpu"), made.made.name)
 
 
 def _given() -> tuple[Any, ...]:
@@ -121,7 +125,7 @@ def test_a_callers_output_tensors_may_not_overlap() -> None:
 
 def test_integers_beyond_32_bits_are_launched_by_other_code() -> None:
     rendered = render(AttentionProblem.parse("hq4 q300 d32 fp32 full"), CONFIG)
-    emitted = cpu.function_of(cpu.load(rendered))
+    emitted = cpu.load(rendered)
     q, *_ = _given()
     given = [q if type_.startswith("*") else 1 for _, type_ in rendered.signature]
     usual = emitted._compiled(given, wide=False)

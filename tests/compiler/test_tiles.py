@@ -23,6 +23,7 @@ TURNED = [(False, False), (False, True), (True, False), (True, True)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("turned", TURNED, ids=str)
 def test_products(turned: tuple[bool, bool], dtype: torch.dtype, target: Target) -> None:

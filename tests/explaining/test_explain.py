@@ -41,6 +41,7 @@ SMALL = "hq6 hkv2 q3000 kv5000 d576/512 bf16 causal"  # several panels a head gr
 WINDOW = "b2 hq6 hkv2 q1000 kv2000 d72/40 fp32 window(100,3)"
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 H200 = gpu("h200")
+ANY_HEAD_DIM = [name for name, spec in KERNELS.items() if not spec.head_dims]
 
 
 def parse(text: str) -> AttentionProblem:
@@ -82,8 +83,9 @@ def run(*arguments: str) -> str:
 # Formulas give the numbers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", [LARGE, SMALL, WINDOW])
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", ANY_HEAD_DIM)
 def test_traffic_follows_from_its_formula(kernel: Kernel, text: str) -> None:
     traffic = told(text, kernel)["traffic"]
     sizes = {"element": traffic["values"]["e"], "fp32": 4}
@@ -130,7 +132,7 @@ def test_small_cache_kernels_have_a_number_for_dram_and_no_formula() -> None:
 
 
 @pytest.mark.parametrize("text", [LARGE, SMALL, "hq8 q131072 d512 bf16"])
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", ANY_HEAD_DIM)
 def test_the_bound_that_applies_is_the_largest(kernel: Kernel, text: str) -> None:
     bound = told(text, kernel)["bound"]
     each = {one["name"]: value(one["text"], bound["values"]) for one in bound["formulas"]}
@@ -159,7 +161,7 @@ def test_other_bounds_apply_where_sequences_are_long_and_memory_is_small() -> No
 
 
 @pytest.mark.parametrize("text", [LARGE, SMALL, WINDOW])
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", ANY_HEAD_DIM)
 def test_time_is_the_largest_part_and_the_launches(kernel: Kernel, text: str) -> None:
     time = told(text, kernel)["time"]
     parts = time["composition"]
@@ -266,7 +268,7 @@ def test_other_masks_are_those_that_the_problem_has_not() -> None:
 # Other configs
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", ANY_HEAD_DIM)
 def test_the_next_best_are_slower_and_it_is_said_why(kernel: Kernel) -> None:
     problem = parse(SMALL)
     ranked = propose(KernelTask.of(kernel, problem, H200), top=4)
@@ -318,6 +320,7 @@ def test_a_config_that_cannot_fit_has_no_time(name: str, needs: str) -> None:
 # Text, LaTeX and JSON
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", [LARGE, SMALL])
 def test_the_text_says_what_the_json_says(text: str) -> None:
     explained = json.loads(run(text, "--gpu", "a100", "--json"))
@@ -353,6 +356,7 @@ def test_another_fast_memory_is_said_and_changes_the_bound() -> None:
     assert small["bound"]["on_chip_bytes"] == whole["bound"]["on_chip_bytes"] - (227 - 48) * 1024
 
 
+@pytest.mark.slow
 def test_json_is_finite_and_has_stable_keys() -> None:
     explained = [
         json.loads(json.dumps(plain(one), allow_nan=False))
@@ -392,6 +396,7 @@ def test_latex_has_every_formula_and_is_balanced() -> None:
         assert all(row.endswith(r"\\") for row in rows[:-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", [LARGE, SMALL])
 def test_latex_can_be_set(text: str) -> None:
     """matplotlib sets all of it but environments; the one formula with cases is left out."""

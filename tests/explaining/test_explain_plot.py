@@ -66,6 +66,7 @@ def test_curves_count_what_tiles_visit_under_a_mask() -> None:
 STARTS = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", STARTS)
 def test_plots_are_files_of_their_kind(tmp_path: Path, suffix: str) -> None:
     pytest.importorskip("matplotlib")
@@ -76,6 +77,7 @@ def test_plots_are_files_of_their_kind(tmp_path: Path, suffix: str) -> None:
     assert file.read_bytes().startswith(STARTS[suffix])
 
 
+@pytest.mark.slow
 def test_a_plot_has_traffic_roofline_and_mask_for_each_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,6 +36,7 @@ def explained(name: str) -> Explanation:
     return tilegen.explain(problem, device, by_model=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_six_lines_come_first_and_alone(name: str) -> None:
     told = explained(name)

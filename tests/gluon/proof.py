@@ -20,14 +20,13 @@ import triton
 import typer
 
 from tests.gluon.breaks import BREAKS, HARMLESS
-from tests.gluon.forward import HopperForward
 from tests.gluon.memory_model.schedules import EverySchedule, Schedule
-from tests.gluon.runs import TRITON, Case, is_right, results, verdict
+from tests.gluon.runs import Case, case_of, is_right, results, verdict
 
 OUT = Path(__file__).parents[2] / "benchmarks/results/gluon_proof.csv"
 SEEDS = 32
-SIZES = [(1, 1), (64, 64), (65, 63), (128, 400), (200, 129), (300, 230), (65, 0)]
-SMALL = HopperForward(head_dim=64, block_n=64)
+SIZES = [(1, 1), (64, 64), (65, 63), (128, 400), (200, 129), (300, 230)]
+TILES = ("m128n64w8s2t", "m128n64w8s3tp132", "m128n128w8s2tu", "m192n64w12s2tp132")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,43 +44,36 @@ class Row:
     triton: str = triton.__version__
 
 
-def forwards() -> Iterator[HopperForward]:
-    for head_dim, dtype, group, causal, block_n, stages in itertools.product(
-        (64, 128), ("bf16", "fp16"), (1, 4), (True, False), (64, 128), (2, 3)
-    ):
-        yield HopperForward(
-            head_dim=head_dim,
-            dtype=dtype,
-            group_size=group,
-            causal=causal,
-            block_n=block_n,
-            stages=stages,
-        )
+def cases() -> Iterator[Case]:
+    """Yield the cases of sizes, rings and tiles."""
+    options = itertools.product((64, 128), ("bf16", "fp16"), (1, 4), ("causal", "full"))
+    for i, (head_dim, dtype, group, mask) in enumerate(options):
+        for j, (rows, keys) in enumerate(SIZES):
+            tile = TILES[(i + j) % len(TILES)]
+            heads = f"b{1 + i % 2} hq{group} hkv1 q{rows} kv{keys}"
+            programs = 2 if "p132" in tile else 0
+            yield case_of(f"{heads} d{head_dim} {dtype} {mask}", tile, programs)
 
 
 def right() -> Row:
     """Return the row of results under random schedules."""
-    cases = [
-        Case(one, batch=1 + i % 2, heads=one.group_size, rows=rows, keys=keys)
-        for one in forwards()
-        for i, (rows, keys) in enumerate(SIZES)
-    ]
+    every = list(cases())
     started, good = time.perf_counter(), 0
-    for i, case in enumerate(cases):
+    for i, case in enumerate(every):
         for seed in range(4):
             checks, _ = results(case, seed=100 * i + seed)
             good += is_right(case, checks)
-    return _row("results of sizes, rings and tiles", len(cases), 4 * len(cases), good, started)
+    return _row("results of sizes, rings and tiles", len(every), 4 * len(every), good, started)
 
 
 def every() -> Iterator[Row]:
     """Yield the rows of all schedules of small problems."""
-    for rows, keys, own in (
-        (128, 128, SMALL),
-        (128, 192, HopperForward(head_dim=64, block_n=64, causal=False)),
-        (128, 192, HopperForward(head_dim=64, block_n=64, causal=False, stages=3)),
+    for text, tile in (
+        ("b1 hq1 hkv1 q128 kv128 d64 bf16 causal", "m128n64w8s2t"),
+        ("b1 hq1 hkv1 q128 kv192 d64 bf16 full", "m128n64w8s2t"),
+        ("b1 hq1 hkv1 q128 kv192 d64 bf16 full", "m128n64w8s3t"),
     ):
-        case = Case(own, rows=rows, keys=keys)
+        case = case_of(text, tile)
         runs: list[bool] = []
 
         def run(schedule: Schedule, case: Case = case, runs: list[bool] = runs) -> None:
@@ -95,8 +87,8 @@ def every() -> Iterator[Row]:
 
 def breaks() -> Iterator[Row]:
     """Yield the rows of deliberate breaks, and of harmless changes."""
-    case = Case(SMALL, rows=300, keys=230)
-    source = SMALL.source(TRITON)
+    case = case_of("b1 hq2 hkv1 q300 kv230 d64 bf16 causal", "m128n64w8s2tp132", 2)
+    source = case.source
     for what, changes in (("deliberate breaks", BREAKS), ("harmless changes", HARMLESS)):
         started, good = time.perf_counter(), 0
         for item, seed in itertools.product(changes, range(SEEDS)):

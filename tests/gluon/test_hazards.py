@@ -7,10 +7,9 @@ import re
 
 import pytest
 
-from tests.gluon.forward import HopperForward
 from tests.gluon.hazards import Hazard, hazards
-from tests.gluon.test_gluon import KERNELS
-from tilegen.compiling.compiler import binary_of, compile_for
+from tests.gluon.test_gluon import FORMS, compiled
+from tilegen.compiling.compiler import compile_for
 from tilegen.compiling.machine_code.instructions import read_sass
 from tilegen.compiling.machine_code.reading import disassembled
 from tilegen.emit.render import render
@@ -25,24 +24,24 @@ def of_binary(cubin: bytes) -> list[Hazard]:
     return [one for code in read_sass(disassembled(cubin)).values() for one in hazards(code)]
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=repr)
-def test_the_gluon_forward_has_none(kernel: HopperForward) -> None:
-    cubin, _ = binary_of(kernel.compile(), "sm_90")
-    assert of_binary(cubin) == []
+@pytest.mark.parametrize("text", FORMS)
+def test_the_forward_for_hopper_has_none(text: str) -> None:
+    assert of_binary(compiled(text).binary) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kernel, config",
     [("fwd", "m128n128w8s2"), ("bwd_dkdv", "m64n128w8s2"), ("bwd_dq", "m128n128w8s2")],
 )
 def test_emitted_kernels_have_none(kernel: str, config: str) -> None:
     problem = AttentionProblem.parse("hq4 q1024 d128 bf16 causal")
-    compiled = compile_for(render(problem, TileConfig.parse(config), kernel), "sm_90")
-    assert of_binary(compiled.binary) == []
+    built = compile_for(render(problem, TileConfig.parse(config), kernel), "sm_90")
+    assert of_binary(built.binary) == []
 
 
 def test_a_binary_whose_waits_come_too_early_is_found_out() -> None:
-    cubin = bytearray(binary_of(HopperForward().compile(), "sm_90")[0])
+    cubin = bytearray(compiled(next(iter(FORMS))).binary)
     places = [one.start(1) for one in WAIT_FOR_ALL.finditer(bytes(cubin))]
     assert len(places) > 4
     for place in places:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from benchmarks import decode, io_counters, layouts, rows, run
+from benchmarks import decode, io_counters, rows, run
 from benchmarks.providers import providers
 from benchmarks.study import experiments
 from benchmarks.workloads import Workload
 from tests.sizes import sized
 from tilegen.gpus.spec import GpuSpec, detect
 from tilegen.problem import AttentionProblem
-from tilegen.tuning.measure import measure
 
 
 @pytest.fixture(scope="module")
@@ -75,13 +73,6 @@ def test_rows_of_few_queries_are_right(
     decode.main(predicted=tmp_path / "predicted.csv", csv=path, seconds=0.01)
     lines = rows.read(path)
     assert [row["status"] for row in lines] == ["ok"] * 3, [row["detail"] for row in lines]
-
-
-def test_calls_over_pages_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layouts, "measure", partial(measure, seconds=0.01))
-    step = AttentionProblem.parse("b2 hq4 hkv2 q1 kv64 d32 bf16 page16")
-    for layout in layouts.LAYOUTS:
-        assert (layouts.measured(step, layout) or 0) > 0, layout
 
 
 def test_profiled_programs_run(spec: GpuSpec, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,9 +131,14 @@ def test_few(number): ...
 @pytest.mark.sampled
 @pytest.mark.parametrize("number", range(200))
 def test_sampled(number): ...
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(90))
+def test_slow(number): ...
 """
 
 
+@pytest.mark.slow
 def test_of_long_lists_some_cases_run_and_others_for_each_commit(suite: Path) -> None:
     (suite / "tests" / "compiled").mkdir()
     (suite / "tests" / "compiled" / "test_long.py").write_text(LONG)
@@ -153,6 +158,7 @@ def test_of_long_lists_some_cases_run_and_others_for_each_commit(suite: Path) ->
     assert {cell[-1] for cell in cells} == set("012345")
     assert ran("few") == set("012")
     assert 5 < len(ran("sampled")) < 50
+    assert 15 < len(ran("slow")) < 45
     for everything in (["--all"], ["-k", "one_list"]):
         assert len(ran("one_list", *everything)) == 30
     assert len(ran("one_list", "-k", "not few")) == 10

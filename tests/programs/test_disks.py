@@ -64,6 +64,7 @@ def ran(kind: str, drop: tuple[str, ...] = (), **environment: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_a_warm_process_whose_disk_fills_up_serves_new_lengths(tmp_path: Path) -> None:
     """With a limit of 0 bytes for a file nothing can be written, whoever runs the test."""
     warning, folder = ran("full", TILEGEN_CACHE_DIR=str(tmp_path / "cache"))
@@ -72,6 +73,7 @@ def test_a_warm_process_whose_disk_fills_up_serves_new_lengths(tmp_path: Path) -
     assert folder == "folder None None"
 
 
+@pytest.mark.slow
 def test_kernels_go_to_a_private_folder_where_the_cache_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "tmp").mkdir()
@@ -83,6 +85,7 @@ def test_kernels_go_to_a_private_folder_where_the_cache_cannot_be_written(tmp_pa
     assert list((tmp_path / "tmp").glob("tilegen-*")) == []  # removed at the end of the process
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["no home", "no user"])
 def test_a_process_without_a_home_computes(kind: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
@@ -92,6 +95,7 @@ def test_a_process_without_a_home_computes(kind: str, tmp_path: Path) -> None:
     assert "set TILEGEN_CACHE_DIR to a folder you can write to" in warning
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_not_ascii_holds_the_cache_under_any_locale(tmp_path: Path) -> None:
     cache = tmp_path / "Grüße"
     (folder,) = ran("", TILEGEN_CACHE_DIR=str(cache), LC_ALL="C", PYTHONUTF8="0")
@@ -100,6 +104,7 @@ def test_a_folder_that_is_not_ascii_holds_the_cache_under_any_locale(tmp_path: P
     assert list(cache.glob("kernels/*/*.o"))
 
 
+@pytest.mark.slow
 def test_a_call_that_may_tune_computes_without_a_disk(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     *warnings, _ = ran("", TILEGEN_CACHE_DIR=f"{tmp_path}/file/c", TILEGEN_TUNE="1")

@@ -315,6 +315,7 @@ def test_without_recordings_there_is_nothing_to_replay(tmp_path: Path) -> None:
         ReplayMachine(tmp_path)
 
 
+@pytest.mark.slow
 def test_workers_by_one_command_and_their_status(
     recordings: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -93,6 +93,7 @@ typer.run(gpu_check.main)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sent, minutes, code",
     [(signal.SIGTERM, 5, 143), (signal.SIGINT, 5, 130), (None, 18 / 60, 1)],

@@ -94,6 +94,7 @@ def test_every_module_with_families_is_listed() -> None:
     assert modules == set(MODULES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ITS_OWN)
 def test_tilegen_works_without_its_files_and_its_line_in_the_registry(
     name: str, tmp_path: Path

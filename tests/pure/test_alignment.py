@@ -3,7 +3,6 @@ context."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 import tilegen
 from tests.taken import taking
 from tilegen import cpu, pipeline
-from tilegen.emit.identity import is_aligned
+from tilegen.emit.identity import RenderedKernel, is_aligned
 from tilegen.kernels.config import TileConfig
 from tilegen.launch import autograd, kernels
 from tilegen.launch.binding import BoundKernel
@@ -46,18 +45,16 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
 
         return launch
 
-    def load_kernel(problem: Any, config: Any, kernel: str, *, aligned: bool) -> Any:
-        asked.kernels.append((kernel, aligned))
-        return SimpleNamespace(launch=launch_of(kernel))
-
     monkeypatch.setattr(cpu, "serves_calls", lambda: True)
     monkeypatch.setattr(cpu, "is_interpreting", lambda: True)  # which compiles nothing
-    monkeypatch.setattr(pipeline, "load_kernel", load_kernel)
 
-    def bound(module: Any, problem: Any, kernel: str, config: Any, **_: Any) -> BoundKernel:
-        return BoundKernel(module.launch, problem.mask, kernel, config)
+    def bound(rendered: RenderedKernel, _: object) -> BoundKernel:
+        asked.kernels.append((rendered.kernel, rendered.aligned))
+        return BoundKernel(
+            launch_of(rendered.kernel), rendered.problem.mask, rendered.kernel, rendered.config
+        )
 
-    monkeypatch.setattr(kernels, "bound_module", bound)
+    monkeypatch.setattr(kernels, "bound_kernel", bound)
     config = TileConfig(block_m=16, block_n=16)
     monkeypatch.setattr(pipeline, "rank", taking(config))
     plans.forget()

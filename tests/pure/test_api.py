@@ -17,12 +17,14 @@ from tests.records import H200
 from tests.replay import SMALL, Replay
 from tilegen import pipeline
 from tilegen.check.verification import Check
+from tilegen.choose.families import kernels_of
 from tilegen.cli.main import app
 from tilegen.cpus.host import current_cpu
 from tilegen.errors import TilegenError, Unsupported
 from tilegen.explaining.common import BY_MODEL
 from tilegen.kernels.config import TileConfig
 from tilegen.problem import AttentionProblem
+from tilegen.task import KernelTask
 from tilegen.tuning.bench import Bench
 
 PROBLEM = "hq8 hkv2 q512 d64 bf16 causal"
@@ -106,6 +108,7 @@ def test_show() -> None:
     assert values(*asked)["digest"] == shown.digest
 
 
+@pytest.mark.slow
 def test_explanations_and_listings_are_of_the_tile_that_a_call_launches() -> None:
     """The model's first spills here, so a call settles on another tile."""
     problem = "b2 hq16 hkv16 q4096 d192/128 bf16 causal"
@@ -155,6 +158,27 @@ def test_tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert record.config == replay.fastest
     (told,) = values("tune", PROBLEM, "--kernel", "fwd")
     assert told["config"] == json.loads(record.to_json())["config"]
+
+
+@pytest.mark.parametrize("query", [1, 2])
+def test_the_budget_is_for_all_kernels(query: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes a second more than its part; a step of decoding has no backward to tune."""
+    monkeypatch.setattr("tilegen.gpus.spec.detect", lambda: H200)
+    now, budgets = [0.0], dict[str, float]()
+
+    def tuned(task: KernelTask, *, seconds: float, **_: object) -> str:
+        budgets[task.kernel] = seconds
+        now[0] += seconds + 1.0
+        return task.kernel
+
+    monkeypatch.setattr("tilegen.tuning.tuner.tune", tuned)
+    monkeypatch.setattr("tilegen.api.time.monotonic", lambda: now[0])
+    problem = AttentionProblem.parse(f"b8 hq8 q{query} kv4096 d64 bf16 causal")
+    tilegen.tune(problem, seconds=60.0)
+    assert {*budgets} == {*kernels_of(problem, H200, "forward" if query == 1 else None)}
+    assert now[0] == pytest.approx(61.0)
+    tilegen.tune(problem, kernel="bwd_dkdv", seconds=9.0)
+    assert budgets["bwd_dkdv"] == 9.0
 
 
 def test_tune_for_a_gpu_that_is_elsewhere() -> None:

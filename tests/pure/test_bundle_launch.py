@@ -177,10 +177,11 @@ def given_to(kernel: Kernel, *, heads_inside: bool = False) -> tuple[Any, ...]:
             return panel, k, q, 3, 64, 0.125
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_driver")
 @pytest.mark.parametrize("heads_inside", [False, True], ids=["rows inside", "heads inside"])
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", [name for name, one in KERNELS.items() if not one.specialised])
 def test_the_driver_gets_the_arguments_of_the_emitted_launch(
     kernel: Kernel, case: str, heads_inside: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,6 +77,7 @@ def check(function: Callable[..., Any], length: int, case: tuple[Any, Any]) -> N
     torch.testing.assert_close(out, expected(q, k, mask, score), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("made", [False, True])
 @pytest.mark.parametrize("name", CASES)
 def test_decoding_compiles_two_graphs(name: str, made: bool) -> None:

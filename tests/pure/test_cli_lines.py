@@ -122,7 +122,6 @@ def a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(main, "app", COMMAND)
     monkeypatch.setattr("tilegen.gpus.spec.detect", lambda *_: None)
     monkeypatch.setattr("tilegen.cli.demo.demonstrate", lambda *_: {})
-    monkeypatch.setattr("tilegen.cli.demo_cpu.demonstrate_on_cpu", lambda *_: {})
     monkeypatch.setattr("tilegen.check.verification.verify", lambda *_: [])
     monkeypatch.setattr("tilegen.bundles.building.generate", lambda *_, **__: tmp_path / "x")
     monkeypatch.setattr("tilegen.explaining.plot.draw", lambda *_: None)
@@ -130,6 +129,7 @@ def a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_any_command_line_ends_in_order(
     a_place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -94,6 +94,7 @@ def changed(score: Any) -> torch.Tensor:
     return evaluate(score.form.expression(), score.captured, s=s, seqlen_q=N, seqlen_kv=N, **pair)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", BINARY)
 def test_two_values_of_a_dtype(name: str, dtype: torch.dtype) -> None:

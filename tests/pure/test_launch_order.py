@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from tests.tasks import task
 from tilegen.emit.render import render
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import Kernel, TileConfig
@@ -17,8 +16,9 @@ from tilegen.kernels.launch_order import TOGETHER_BYTES, heads_together, heavy_e
 from tilegen.kernels.registry import KERNELS
 from tilegen.masks import causal, full, sliding_window
 from tilegen.model.dram import levels
+from tilegen.model.formulas import computed
 from tilegen.model.launches import launches
-from tilegen.model.time import tail_of
+from tilegen.model.terms import TAIL
 from tilegen.problem import AttentionProblem
 from tilegen.task import Tiled
 
@@ -140,7 +140,10 @@ def test_the_tail_is_that_of_the_lightest_programs(shape: str) -> None:
     overhead, workers = 0.6, 40
     jobs = [tile + 1 + overhead for tile, _, _ in started(problem, "fwd")]
     ideal = sum(jobs) / workers
-    tail = tail_of(task("fwd", problem), run, workers, one_step=1.0, overhead=overhead)
+    facts = {"steps": run.steps, "programs": run.programs, "longest": run.longest, "waves": 2}
+    facts |= {"slots": workers, "full_step": 1.0, "full_ends": overhead, "heavy_first": True}
+    sections = -(-problem.num_heads_kv // heads_together(problem, KERNELS["fwd"]))
+    tail = computed(TAIL, facts | {"sections": sections})["tail"]
     assert makespan(jobs, workers) == pytest.approx(ideal + tail, rel=0.03)
     by_head = [
         one for _ in range(problem.num_heads_q) for one in sorted(jobs[:: problem.num_heads_q])

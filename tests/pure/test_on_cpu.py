@@ -133,7 +133,7 @@ def test_heads_of_a_group_share_keys_if_queries_are_few_and_keys_many(
     assert family_on_cpu(problem, "forward").name == family
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", [name for name, one in KERNELS.items() if not one.specialised])
 @pytest.mark.parametrize("mask", ["causal", "keep(k<0)"])
 def test_every_kernel_has_a_tile_or_a_reason(kernel: str, mask: str) -> None:
     problem = f"hq2 hkv1 q64 d320 bf16 {mask}"
@@ -185,7 +185,7 @@ def test_candidates_say_why() -> None:
     assert {candidate.config for candidate in others} == set(space(kernel_task)) - {first.config}
     cost = first.estimate
     assert [name for name, _ in cost.terms] == list(TERMS)
-    assert cost.terms == weighted(kernel_task.tiled(first.config))
+    assert dict(cost.terms) == weighted(kernel_task.tiled(first.config))
     assert "to and from caches" in first.reason
     assert TERMS[cost.limit] in first.reason
 

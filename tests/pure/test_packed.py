@@ -33,7 +33,8 @@ from tilegen.problem import AttentionProblem
 CONFIGS: dict[Kernel, TileConfig] = {
     kernel: splits.ALL.get(kernel)
     or TileConfig(block_m=64, block_n=64, block_d=32 if KERNELS[kernel].sliced else 0)
-    for kernel in KERNELS
+    for kernel, spec in KERNELS.items()
+    if not spec.specialised  # they serve no documents
     if kernel != "fwd_paged"  # whose lengths a mask does not know
 }
 LONG = 1_048_576

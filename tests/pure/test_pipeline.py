@@ -20,6 +20,7 @@ from tilegen.calls import ranks
 from tilegen.choose import records
 from tilegen.choose.families import family
 from tilegen.choose.ranker import propose
+from tilegen.emit.identity import RenderedKernel
 from tilegen.explaining.explanation import explain_all
 from tilegen.explaining.gpu_records import PassExplanation
 from tilegen.gpus.spec import gpu
@@ -141,7 +142,7 @@ def test_records_are_read_once_and_of_other_families_only_if_they_can_win(
     asked.clear()
     measured(LARGE, "fwd", 1000.0)
     used(LARGE)
-    others = ("fwd_split", "fwd_streamed", "fwd_scores")
+    others = ("fwd_split", "fwd_streamed", "fwd_hopper", "fwd_scores")
     assert asked == [("fwd", False), *((kernel, False) for kernel in others)]
 
 
@@ -185,14 +186,11 @@ def test_every_caller_uses_the_same_choice(tmp_path: Path, monkeypatch: pytest.M
 
     loaded: dict[str, str] = {}
 
-    def load_kernel(_: object, config: TileConfig, kernel: str, **__: object) -> Any:
-        loaded[kernel] = config.key
+    def bound(rendered: RenderedKernel, _: object) -> BoundKernel:
+        loaded[rendered.kernel] = rendered.config.key
+        return BoundKernel(lambda: None, rendered.problem.mask, rendered.kernel, rendered.config)
 
-    def bound(_: object, problem: AttentionProblem, *rest: Any, **__: object) -> BoundKernel:
-        return BoundKernel(lambda: None, problem.mask, *rest)
-
-    monkeypatch.setattr(pipeline, "load_kernel", load_kernel)
-    monkeypatch.setattr(kernels, "bound_module", bound)
+    monkeypatch.setattr(kernels, "bound_kernel", bound)
     monkeypatch.setattr(kernels, "runs_compiled", lambda _: False)  # as for a GPU
     dispatch.Kernels(LARGE, torch.device("cpu"), True).load("forward")
     assert loaded == expected

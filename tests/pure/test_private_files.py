@@ -23,7 +23,7 @@ from tilegen.problem import AttentionProblem
 
 PROBLEM = AttentionProblem.parse("hq2 hkv2 q64 d16 fp32 causal")
 CONFIG = TileConfig(block_m=32, block_n=16)
-PLANTED = "launch = print\n"
+PLANTED = "planted = True\n"
 SOMEBODY = 54_321
 
 
@@ -42,14 +42,14 @@ def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(kernel_files, "_modules", BoundedCache(9))
     disk.say_once.cache_clear()
     path = kernel_files.write(render(PROBLEM, CONFIG))
-    path.write_text(PLANTED)
+    path.write_text(path.read_text() + PLANTED)
     return path
 
 
 def imports_the_file() -> bool:
     kernel_files._modules.clear()
-    module = kernel_files.load_kernel(PROBLEM, CONFIG, "fwd", aligned=True)
-    if module.launch is print:
+    module = kernel_files.load(kernel_files.emitted(PROBLEM, CONFIG, "fwd", aligned=True))
+    if hasattr(module, "planted"):
         return True
     rendered = render(PROBLEM, CONFIG)
     function = getattr(module, rendered.function)
@@ -94,7 +94,7 @@ def test_kernels_that_others_can_write_are_not_imported(
     path.chmod(mode)
     assert not imports_the_file()
     assert not imports_the_file()
-    assert kernel.read_text() == PLANTED
+    assert kernel.read_text().endswith(PLANTED)
     (said,) = (record.message for record in caplog.records)
     assert f"'{path}' can be written to by {who}" in said
     assert "TILEGEN_CACHE_PATH" in said

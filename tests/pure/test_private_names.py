@@ -32,6 +32,7 @@ TRITON = {
     "triton.compiler.ASTSource",
     "triton.compiler.CompiledKernel",
     "triton.compiler.compiler.make_backend",
+    "triton.experimental.gluon._runtime.GluonASTSource",
     "triton.runtime.driver",
     "triton.runtime.jit.JITFunction",
 }

@@ -12,6 +12,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 COUNT = 240
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [7, 11])
 def test_random_functions_agree_with_pytorch(seed: int) -> None:
     report = run(seed, COUNT)

@@ -61,6 +61,8 @@ def rendered(kernel: Kernel, mask: str, score: str = "") -> RenderedKernel:
     drops = mask == "dropped"
     problem = replace(PROBLEM, mask=MASKS[mask].stand_in, score=form, dropout=drops)
     config = splits.ALL.get(kernel) or (WHOLE if kernel in LARGE_CACHE else SLICES)
+    if KERNELS[kernel].specialised:
+        config = TileConfig.parse("m128n64w8s2t")
     return render(problem, config, kernel)
 
 

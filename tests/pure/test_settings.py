@@ -28,6 +28,7 @@ def test_defaults() -> None:
         cpu="",
         libraries=False,
         batch_invariant=False,
+        hopper=False,
     )
     assert asdict(expected) == asdict(read_from({}))
 
@@ -44,6 +45,7 @@ def test_all_set(tmp_path: Path) -> None:
             "TILEGEN_CPU": "kernels",
             "TILEGEN_LIBRARIES": "1",
             "TILEGEN_BATCH_INVARIANT": "1",
+            "TILEGEN_HOPPER": "1",
         }
     )
     expected = Settings(
@@ -56,6 +58,7 @@ def test_all_set(tmp_path: Path) -> None:
         cpu="kernels",
         libraries=True,
         batch_invariant=True,
+        hopper=True,
     )
     assert asdict(expected) == asdict(options)
 

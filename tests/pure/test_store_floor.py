@@ -120,6 +120,7 @@ def test_floor_is_bytes_over_bandwidth_or_products_over_peak(
     assert not why_not_credible(timed(ALLOWED * floor * 1.02), **which)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["h200", "t4", "b200", "mi300x"])
 def test_nothing_that_the_model_predicts_is_impossible(name: str) -> None:
     spec = gpu(name)

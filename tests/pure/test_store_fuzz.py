@@ -127,6 +127,7 @@ def hostile(chance: random.Random, n: int, good: dict[str, Any]) -> Callable[[Pa
     return lambda file: file.write_bytes(data)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_runs")
 @pytest.mark.parametrize("origin", ["own", "shared"])
 def test_hostile_files_do_no_harm_and_are_set_aside_by_name(

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import rows, store
 from tests.records import H200, PROBLEM, TASK, own, timed
 from tests.replay import TABLE, Replay, ranking, run, trial_file
 from tests.used import used
@@ -16,7 +15,7 @@ from tilegen import pipeline
 from tilegen.compiling import verdicts
 from tilegen.kernels.config import TileConfig
 from tilegen.problem import AttentionProblem
-from tilegen.store import Location, TuningRecord, Versions, current_versions, look_up
+from tilegen.store import Location, Versions, current_versions, look_up
 from tilegen.store.transfer import merge
 from tilegen.store.trials import Conditions, Trial, join_trials, trial_line
 from tilegen.tuning.measure import Measurement
@@ -221,19 +220,6 @@ def test_a_wrong_config_is_not_trusted_because_others_were_fast_with_it(
     assert record.config == TileConfig.parse("m128n64w8s3")
 
 
-def test_benchmark_gives_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("LOOKED_UP", 10), ("MERGED", 5), ("REPEATS", 1)):
-        monkeypatch.setattr(store, name, value)
-    store.main(csv=tmp_path / "store.csv", records=30)
-    lines = rows.read(tmp_path / "store.csv")
-    assert len(lines) == len({row["benchmark"] for row in lines}) == 7
-    assert all(float(row["value"]) > 0 for row in lines)
-    assert len(set(store.problems(store.RECORDS))) == store.RECORDS
-    for problem in store.problems(3):
-        finding = store.record(problem)
-        assert TuningRecord.from_json(finding.to_json()) == finding
-
-
 def test_the_choice_of_the_model_is_a_line_of_the_log_and_no_record(
     own_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -242,7 +228,7 @@ def test_the_choice_of_the_model_is_a_line_of_the_log_and_no_record(
     problem = AttentionProblem.parse("hq1 q64 d64 bf16")
     with caplog.at_level("DEBUG", logger="tilegen"):
         chosen = pipeline.choose(problem, H200, may_compile=True)
-        pipeline.load(chosen, aligned=True)
+        pipeline.emit(chosen, aligned=True)
     assert not list(own_cache.rglob("*.json"))
     for kernel, choice in chosen.items():
         assert f"{kernel} for '{problem}': {choice.config}, from the model" in caplog.text

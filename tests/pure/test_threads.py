@@ -194,13 +194,11 @@ def test_modules_are_imported_once_and_evicted(
 
     def load(number: int) -> Any:
         config = TileConfig(block_m=16 << number % 2, block_n=16)
-        return kernel_files.load_kernel(problem, config, "fwd", aligned=True)
+        return kernel_files.load(kernel_files.emitted(problem, config, "fwd", aligned=True))
 
     modules = together(load)
     assert len(imported) == len(set(map(id, modules))) == 2
-    last = kernel_files.load_kernel(
-        problem, TileConfig(block_m=64, block_n=16), "fwd", aligned=True
-    )
+    last = kernel_files.load(render(problem, TileConfig(block_m=64, block_n=16)))
     assert len(kernel_files._modules) == 2
     assert sys.modules[last.__name__] is last
     gone = [one for one in modules[:2] if one.__name__ not in sys.modules]

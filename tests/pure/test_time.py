@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -11,11 +11,12 @@ from tilegen.gpus.spec import GpuSpec, gpu
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import KERNELS
 from tilegen.model.footprint import footprint
+from tilegen.model.formulas import computed
 from tilegen.model.on_chip import residents
 from tilegen.model.rates import rates_of
+from tilegen.model.terms import BUSY
 from tilegen.model.time import (
     StepClocks,
-    busy_clocks,
     local_clocks,
     queued,
     step_clocks,
@@ -154,6 +155,11 @@ def test_four_warps_alone_on_an_rtx_3090_overlap_little() -> None:
     alone, shared = seconds("m64n64w4s2", 57344), seconds("m128n32w4s2", 49154)
     assert 1.25 < alone / shared < 1.6
     assert shared == pytest.approx(4.636e-3, rel=0.12)
+
+
+def busy_clocks(clocks: StepClocks, softmax: float, *, alone: bool, lockstep: float = 0.0) -> float:
+    facts = asdict(clocks) | {"softmax": softmax, "alone": alone, "lockstep": lockstep}
+    return computed(BUSY, facts)["busy"]
 
 
 def test_one_warpgroup_alone_cannot_hide_its_waits() -> None:

@@ -15,6 +15,7 @@ from tests.tasks import task, tiled
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import LARGE_CACHE
 from tilegen.model.symbols import (
+    UNMASKED,
     B_c,
     B_r,
     M,
@@ -32,7 +33,6 @@ from tilegen.model.symbols import (
     n,
 )
 from tilegen.model.traffic import (
-    UNMASKED,
     Traffic,
     terms_of,
     total_bytes,
@@ -229,3 +229,11 @@ def test_symbols_and_numbers_agree(kernel: Kernel) -> None:
     moved = traffic_of(tiled(kernel, problem, config))
     assert total == moved.read_bytes + moved.write_bytes
     assert math.gcd(moved.read_bytes, 2) == 2
+
+
+def test_bytes_that_64_bits_do_not_hold_are_exact() -> None:
+    heads, length, tiles = 2**40, 2**20, 2**13
+    problem = AttentionProblem.parse("b1048576 hq1048576 q1048576 d128 bf16 full")
+    moved = traffic_of(tiled("fwd", problem, TileConfig.parse("m128n64w4s2")))
+    assert moved.read_bytes == heads * 2 * 128 * (length + 2 * tiles * length) > 2**64
+    assert moved.write_bytes == heads * length * (2 * 128 + 4)

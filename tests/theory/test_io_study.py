@@ -162,6 +162,7 @@ def test_no_prediction_is_below_the_pattern_bound() -> None:
 # Counting, and the committed results
 
 
+@pytest.mark.slow
 def test_counting_runs_the_emitted_kernels() -> None:
     configs: dict[Kernel, TileConfig] = {"fwd": TileConfig(block_m=32, block_n=16)}
     (small, *_) = frontier("small_cache", "backward", 64, 4, sweep.LONG)
@@ -182,6 +183,7 @@ def test_counting_runs_the_emitted_kernels() -> None:
     assert causal["fwd"] == (2 * (64 * 16 + (32 + 64) * 32), 2 * 64 * 16 + 4 * 64)
 
 
+@pytest.mark.slow
 def test_committed_counts_equal_today_s_formula() -> None:
     rows = read(RESULTS / "counts.csv")
     assert len(rows) > 300

@@ -6,6 +6,7 @@ import pytest
 import sympy as sp
 
 from tilegen.model.symbols import (
+    UNMASKED,
     B_c,
     B_e,
     B_p,
@@ -24,7 +25,6 @@ from tilegen.model.symbols import (
     s,
     x,
 )
-from tilegen.model.traffic import UNMASKED
 from tilegen.theory.optimum import (
     crossover,
     exact_tiles,
@@ -141,6 +141,7 @@ def test_words_at_block_m() -> None:
     assert sp.simplify(words - (rows * N_kv * width / tiles[B_r] + rows * (width + 1))) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "schedule, side",
     [

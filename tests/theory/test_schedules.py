@@ -19,8 +19,8 @@ from tests.slow_memory import WORK, Key, Shape, SlowMemory, reference, spans
 from tilegen.kernels.config import Kernel
 from tilegen.model import symbols
 from tilegen.model.bounds import lower_bound, partition_bound, product_bound
-from tilegen.model.symbols import V_kv, V_q
-from tilegen.model.traffic import UNMASKED, terms_of
+from tilegen.model.symbols import UNMASKED, V_kv, V_q
+from tilegen.model.traffic import terms_of
 from tilegen.theory.schedules import PACKED_UNMASKED, SCHEDULES, Schedule, packed
 
 SIMULATED = FORWARD | BACKWARD
@@ -295,6 +295,7 @@ def least_words(is_forward: bool, head_dim: int) -> Callable[[int], float]:
 FORMS_SCORES = [name for name, one in SCHEDULES.items() if one.flops != 0 and "mla" not in name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMS_SCORES)
 @pytest.mark.parametrize("head_dim", [8, 64, 512])
 def test_no_schedule_beats_the_bounds(name: str, head_dim: int) -> None:

@@ -9,6 +9,7 @@ import pytest
 import sympy as sp
 
 from tilegen.model.symbols import (
+    UNMASKED,
     B_c,
     B_d,
     B_e,
@@ -29,7 +30,6 @@ from tilegen.model.symbols import (
     s,
     x,
 )
-from tilegen.model.traffic import UNMASKED
 from tilegen.theory.optimum import crossover, exact_tiles, leading_words, narrow_words
 from tilegen.theory.schedules import SCHEDULES
 

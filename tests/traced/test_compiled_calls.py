@@ -26,6 +26,7 @@ def _anew() -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_a_compiled_call_is_the_same(name: str) -> None:
     call = CALLS[name]
@@ -222,6 +223,7 @@ UNSEEN: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", UNSEEN)
 def test_operations_hidden_from_the_tracer_are_refused(name: str) -> None:
     """torch.compile of PyTorch 2.13 calls no function mode for the builtin abs."""
@@ -349,6 +351,7 @@ def test_packed_sequences_have_one_graph() -> None:
     assert _graphs(run, given, dynamic=True) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_known", [False, True])
 @pytest.mark.parametrize("place", [0, 2, 3])
 def test_tangents_are_refused_without_gradients(place: int, is_known: bool) -> None:

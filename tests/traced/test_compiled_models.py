@@ -26,6 +26,7 @@ GIVEN: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMPILED)
 def test_a_model_compiles_in_one_graph(name: str) -> None:
     """And not again for other padding."""

@@ -59,6 +59,7 @@ CALLS: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("uniform", [False, True])
 @pytest.mark.parametrize("name", CALLS)
 def test_a_compiled_call_is_the_same(name: str, uniform: bool) -> None:

@@ -77,6 +77,7 @@ def traced(run: Callable[..., Any], compiles: bool) -> Callable[..., Any]:
     return torch.compile(run, fullgraph=True, backend="aot_eager") if compiles else run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("what", SIZES)
 @pytest.mark.parametrize("door", DOORS)

@@ -33,6 +33,7 @@ def _anew() -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("form", ["plain", "transposed", "score", "dropout"])
 def test_opcheck(form: str, dtype: torch.dtype) -> None:

@@ -80,6 +80,7 @@ def setting(how: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         plans.forget()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("setting")
 @pytest.mark.parametrize("how", ["eager", "compiled", "no_grad", "invariant", "pytorch"])
 @pytest.mark.parametrize("shared", [True, False], ids=["same", "two"])

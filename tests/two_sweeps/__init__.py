@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tilegen.choose.ranker import best_of
 from tilegen.kernels.loops import Whole
 from tilegen.kernels.moved import read, write
 from tilegen.kernels.q_stationary import FWD, one_launch
 from tilegen.kernels.registry import FORWARD, KERNELS, register
 from tilegen.kernels.spec import FamilySpec, KernelSpec, Knobs
 from tilegen.kernels.tensors import LSE, OUT, K, Q, V
-from tilegen.task import memo_of
 
 FWD_TWO_SWEEPS = KernelSpec(
     name="fwd_two_sweeps",
@@ -58,7 +58,7 @@ def registered(*, alone: bool = False) -> Iterator[None]:
     if alone:
         FORWARD.clear()
     register(TWO_SWEEPS)
-    memo_of.cache_clear()
+    best_of.cache_clear()
     try:
         yield
     finally:
@@ -66,4 +66,4 @@ def registered(*, alone: bool = False) -> Iterator[None]:
         FORWARD.update(families)
         KERNELS.clear()
         KERNELS.update(kernels)
-        memo_of.cache_clear()
+        best_of.cache_clear()

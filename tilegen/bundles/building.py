@@ -29,6 +29,7 @@ from tilegen.compiling.workers import Pool
 from tilegen.cpu.processors import Processor
 from tilegen.cpu.shared_objects import linker_of, release_of
 from tilegen.cpus.spec import spec_of_target
+from tilegen.disk import say_once
 from tilegen.emit.identity import (
     RenderedKernel,
     kernel_digest,
@@ -130,6 +131,16 @@ def generate(
     return folder.finish(_manifest(done, folder.versions))
 
 
+def _say_left_out(problem: AttentionProblem, device: GpuSpec, direction: Direction | None) -> None:
+    """Log the families that a call would use, and that bundles leave out."""
+    of_call = families_used(Records(problem, device), direction)
+    for family in (one for one in of_call if one.by_record):
+        say_once(
+            f"bundles leave out {family.name}: they load tiles by addresses, which "
+            f"{', '.join(family.names)} cannot"
+        )
+
+
 class _Builder:
     """Chooses and compiles kernels, each binary once."""
 
@@ -149,8 +160,9 @@ class _Builder:
         """Start building the kernels of a problem."""
         if isinstance(device, Processor):
             return self._begin_on_cpu(problem, device, directions)
-        records = Records(problem, device)
+        records = Records(problem, device, roles=False)
         only = directions[0] if len(directions) == 1 else None
+        _say_left_out(problem, device, only)
         jobs: list[_Job] = []
         for family in families_used(records, only):
             for kernel in family.names:

@@ -11,17 +11,21 @@ from typing import Any, cast
 import torch
 
 from tilegen import api
+from tilegen.check import in_child
 from tilegen.check.reference import make_inputs
 from tilegen.cpu import runs_compiled
 from tilegen.emit.identity import rows_are_aligned
 from tilegen.environment import current, settings
 from tilegen.errors import InvalidProblem
+from tilegen.gpus.spec import detect
+from tilegen.kernels.registry import FORWARD
 from tilegen.kernels.spec import Direction
 from tilegen.launch.autograd import computes_by_torch
 from tilegen.launch.changes import Changes, Wanted
 from tilegen.launch.kernels import Kernels
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import dispatch
+from tilegen.task import KernelTask
 
 MAX_LENGTHS = 2**17
 """Lengths of one call of `warm`: each takes some microseconds."""
@@ -62,12 +66,26 @@ def warm(
         integers = (torch.int32,) * 3 if bucket.page else ()
         key = bucket, place, rows_are_aligned(bucket), rows_are_aligned(bucket), integers
         with settings(tune=False):
+            if place.type == "cuda" and current().hopper:
+                _check(bucket, place)
             kernels = dispatch.kernels_of(*key)
             for direction in directions[: 1 if bucket.page else 2]:
                 kernels.load(direction)
         if not runs_compiled(place) and _is_plain(bucket):
             _launch(kernels, bucket, backward)
     return [*buckets]
+
+
+def _check(problem: AttentionProblem, device: torch.device) -> None:
+    """Check the model's first config of each kernel whose warpgroups have roles, in a child."""
+    from tilegen.choose.ranker import best_of  # loads SymPy
+
+    gpu = detect(device.index)
+    for family in FORWARD.values() if gpu else ():
+        if gpu and family.by_record and not family.why_not(problem, gpu.arch):
+            for kernel in family.names:
+                task = KernelTask.of(kernel, problem, gpu)
+                in_child.check(task.tiled(best_of(task).config))
 
 
 def lengths_of(given: Iterable[int] | str) -> list[int]:

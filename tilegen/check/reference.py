@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from tilegen.check import kept
-from tilegen.masks.apart import apart
 from tilegen.masks.dropout import Dropout
 from tilegen.masks.mask import Mask, full
 from tilegen.masks.score import Score
@@ -116,7 +115,7 @@ def attention_reference(
     if dropout is not None:
         weights = weights * dropout.factors(*weights.shape).to(weights)
     rows = for_each_query_head(v, q)
-    if not shared and (mask is None or not apart(mask)):
+    if not shared and (mask is None or not mask.apart):
         return weights @ rows, softmax.lse
     return kept.weighed(weights, rows, softmax.keep), softmax.lse
 
@@ -151,7 +150,7 @@ def softmax_of(
     `attention_reference` for `entry` and `shared`."""
     k = for_each_query_head(k, q)
     mask = full() if mask is None else mask
-    isolated = shared or bool(apart(mask))
+    isolated = shared or bool(mask.apart)
     keep = _dense(mask, q, k, entry)
     changed = scores = (kept.scores(q, k, keep) if isolated else q @ k.mT) * scale
     if score is not None and score.form.changes:

@@ -18,6 +18,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilegen import cpu
+from tilegen.check import in_child
 from tilegen.check.paging import in_pages, out_of_pages
 from tilegen.check.reference import Inputs, attention_reference, make_inputs, torch_attention
 from tilegen.check.rounding import rounding_floors
@@ -29,7 +30,7 @@ from tilegen.kernels.allocation import poisoned
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.layout import public_lse
 from tilegen.kernels.panels import PANEL_STEP, Launch
-from tilegen.kernels.registry import family_among
+from tilegen.kernels.registry import KERNELS, family_among
 from tilegen.launch.bound_module import bound_kernel
 from tilegen.masks.dropout import Dropout
 from tilegen.masks.form import Shape
@@ -73,15 +74,19 @@ def verify(
     *,
     device: str | torch.device | None = None,
     seed: int = 0,
+    here: bool = False,
 ) -> tuple[Check, ...]:
     """Run the kernels of `configs` on random inputs of the problem's shape and judge every output.
 
     The kernels of a forward give checks of out and lse. With the kernels of a backward also dq, dk
     and dv are checked, dt0, dt1, ... for trained tensors of a score, and dsinks for its sinks. Mask
     and score read typical tensors. `device` defaults to the GPU, or to the CPU if there is none.
+    Kernels whose warpgroups have roles run in a child process with a time limit, unless `here`.
     Raises Unsupported if emitted kernels cannot run.
     """
     device = torch.device(device or run_device())
+    if device.type == "cuda" and not here and any(KERNELS[name].specialised for name in configs):
+        return tuple(map(_check_of, in_child.run(problem, configs, seed=seed)))
     with _own_modes(device):
         inputs = make_inputs(problem, device=device, seed=seed)
         problem = replace(problem, mask=problem.mask.realized(problem.shape, device))
@@ -91,6 +96,13 @@ def verify(
         score = typical_score(problem.score, problem.shape, device, seed=seed)
         dropout = Dropout.typical(problem.dropout, device, seed=seed)
         return check(kernels, inputs, mask=problem.mask, score=score, dropout=dropout)
+
+
+def _check_of(fields: Mapping[str, Any]) -> Check:
+    """Return a check from its fields in JSON, which has no tuples."""
+    known: dict[str, Any] = {name: fields[name] for name in Check.__dataclass_fields__}
+    known["index"] = tuple(fields["index"])
+    return Check(**known)
 
 
 @contextlib.contextmanager

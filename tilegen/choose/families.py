@@ -8,8 +8,10 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from tilegen.check import in_child
 from tilegen.choose.libraries import faster_library
 from tilegen.device import Device
+from tilegen.environment import HOPPER, current
 from tilegen.errors import Unsupported
 from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Family, Kernel
@@ -30,8 +32,8 @@ another family must be predicted to be faster by CLEARLY_FASTER. Measured times 
 CLEARLY_LARGE = 4.0
 """M / d^2 above which the other families are not ranked. On an H200, head dims of 128 in 16 bits
 have 15, and 256 have 3.8. At 256, registers for the gradients of 64 keys and values are short, and
-few heads leave SMs idle. Ranking takes four to five times as long for a new forward, and loads
-SymPy even if there is a record."""
+few heads leave SMs idle. Ranking takes four to five times as long for a new forward, even if there
+is a record."""
 CLEARLY_FASTER = 1.25
 """Factor in predicted time that exceeds the model's error between untimed kernels: a guess."""
 
@@ -83,6 +85,8 @@ def _family_used(records: Records, direction: Direction) -> FamilySpec:
     for spec in families.values():
         if all(records.agreed(kernel) for kernel in spec.names):
             return spec
+        if spec.by_record and current().hopper and not _why_not_used(records, spec):
+            return spec
     best = families[family(records.problem, records.device, direction)]
     if _measured(records, best.names) is None:
         return best
@@ -90,14 +94,32 @@ def _family_used(records: Records, direction: Direction) -> FamilySpec:
     for spec in families.values():
         if spec.why_not(records.problem, records.device.arch):
             continue
-        if (seconds := _measured(records, spec.names)) is not None and seconds < shortest:
+        seconds = _measured(records, spec.names)
+        if seconds is not None and seconds < shortest and not _why_not_used(records, spec):
             best, shortest = spec, seconds
     library = faster_library(records, direction, shortest)
     return replace(best, library=library) if library else best
 
 
+def _why_not_used(records: Records, spec: FamilySpec) -> str:
+    """Return the reason why a call cannot use a family; empty if it can. Kernels whose warpgroups
+    have roles must have been right on this GPU model, with the config of the record if any."""
+    if reason := spec.why_not(records.problem, records.device.arch):
+        return reason
+    if not spec.by_record:
+        return ""
+    if not records.roles:
+        return f"{spec.name} loads all tiles through tensor descriptors"
+    for kernel in spec.names:
+        task, entry = records.task(kernel), records.own(kernel)
+        checked = in_child.passed(task)
+        if not checked or (entry and entry.record.config not in checked):
+            return f"{kernel} has passed no check here: tilegen verify, tune and warm run it"
+    return ""
+
+
 def _family_on_cpu(problem: AttentionProblem, direction: Direction) -> FamilySpec:
-    from tilegen.choose.on_cpu import family_on_cpu  # loads SymPy
+    from tilegen.choose.on_cpu import family_on_cpu  # loads the model
 
     return family_on_cpu(problem, direction)
 
@@ -151,6 +173,8 @@ def why_not_ranked(spec: FamilySpec, problem: AttentionProblem, gpu: GpuSpec) ->
     batch-invariant problems, the family must not depend on sizes."""
     if spec.for_cpus:
         return "nobody has timed it on a GPU"
+    if spec.by_record:
+        return f"only measured times choose it, or {HOPPER}=1, once its check has passed"
     if problem.invariant and spec.direction == "forward":
         return ""
     if spec.large_heads_only and (room := _room(problem, gpu)) >= CLEARLY_LARGE:
@@ -173,15 +197,10 @@ def ranked_families(
 
     Families whose kernels spill too much may come last. Raises Unsupported if no family fits.
     """
-    task = PassTask(direction, problem, gpu)
-    return task.memo.once(("families", direction, gpu), lambda: _ranked_families(task))
-
-
-def _ranked_families(task: PassTask) -> tuple[tuple[Family, float], ...]:
-    from tilegen.choose.ranker import best_of  # loads SymPy
+    from tilegen.choose.ranker import best_of  # loads the model
     from tilegen.model.footprint import footprint
 
-    problem, gpu, direction = task.problem, task.device, task.direction
+    task = PassTask(direction, problem, gpu)
     fitting: list[tuple[bool, float, Family]] = []
     reasons: list[str] = []
     for name, spec in FAMILIES[direction].items():

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from tilegen.cpu.choice import config_by_rule, family_by_rule
 from tilegen.errors import Unsupported
 from tilegen.kernels.config import TileConfig
 from tilegen.kernels.registry import check_config
 from tilegen.kernels.spec import Direction, FamilySpec
+from tilegen.model.columns import Number, floats, tiles_of
 from tilegen.model.cpu_time import LAUNCH_SECONDS, TERMS, idle_factor, seconds_of, weighted
 from tilegen.model.estimate import Candidate, CostEstimate
 from tilegen.model.launches import launches
@@ -75,10 +77,10 @@ def space(task: KernelTask) -> list[TileConfig]:
 def chosen_config(task: KernelTask) -> TileConfig:
     """Choose the tile that calls use without a record: the first of `ranked`, or the tile of the
     rules if there is nothing to rank."""
-    task = _of_bucket(task)
-    return task.memo.once(("on a processor", task.kernel, task.device), lambda: _chosen(task))
+    return _chosen(_of_bucket(task))
 
 
+@lru_cache(maxsize=1024)
 def _chosen(task: KernelTask) -> TileConfig:
     if task.spec.packs:  # the model cannot predict keys divided over threads
         return usual_config(task)
@@ -91,7 +93,8 @@ def ranked(task: KernelTask, configs: Sequence[TileConfig] | None = None) -> lis
     """Rank tiles by the model's times, the fastest first. The times hold for machines with any
     number of threads: see `idle_factor`."""
     task = _of_bucket(task)
-    costs = {config: _cost(task.tiled(config)) for config in configs or space(task)}
+    configs = list(configs or space(task))
+    costs = dict(zip(configs, _cost(tiles_of(task, configs)).tolist(), strict=True))
     return sorted(costs, key=lambda config: (costs[config], config))
 
 
@@ -138,16 +141,16 @@ def estimate(tiled: Tiled) -> CostEstimate:
         registers=0,
         flops=int(2 * tiled.step.multiply_adds * run.steps),
         seconds=seconds,
-        limit=max(terms, key=lambda term: term[1])[0],
-        terms=terms,
+        limit=max(terms, key=terms.__getitem__),
+        terms=tuple(terms.items()),
         waves=float(run.programs),
-        cost=_cost(tiled),
+        cost=float(_cost(tiled)),
     )
 
 
-def _cost(tiled: Tiled) -> float:
+def _cost(tiled: Tiled) -> Number:
     """Return the predicted time by which tiles are ranked [s]."""
-    return seconds_of(tiled) * idle_factor(launches(tiled).programs)
+    return seconds_of(tiled) * floats(idle_factor(launches(tiled).programs))
 
 
 def _joining(task: KernelTask) -> KernelTask:
@@ -166,12 +169,10 @@ def tuned_space(task: KernelTask) -> list[TileConfig]:
     """Return the tiles that a tuner may try: those that leave no more threads idle than the choice
     without tuning, which single-thread timings cannot see."""
     task = _of_bucket(task)
-
-    def idle(config: TileConfig) -> float:
-        return idle_factor(launches(task.tiled(config)).programs)
-
-    most = idle(chosen_config(task))
-    return [config for config in space(task) if idle(config) <= most]
+    most = idle_factor(launches(task.tiled(chosen_config(task))).programs)
+    configs = space(task)
+    idle = idle_factor(launches(tiles_of(task, configs)).programs)
+    return [config for config, part in zip(configs, idle, strict=True) if part <= most]
 
 
 def may_tune(task: KernelTask) -> bool:

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tilegen.choose import on_cpu
 from tilegen.choose.reason import reason_of
-from tilegen.choose.search_space import legal_configs
+from tilegen.choose.search_space import legal_columns
 from tilegen.disk import say_once
 from tilegen.errors import Unsupported
 from tilegen.gpus.nearest import on_tensor_cores
 from tilegen.gpus.spec import GpuSpec
-from tilegen.kernels.config import TileConfig
-from tilegen.kernels.descriptors import without
+from tilegen.kernels.config import OPTIONS, TileConfig
 from tilegen.model.as_compiled import clocks_as_compiled
 from tilegen.model.bounds import lower_bound_bytes
+from tilegen.model.columns import Columns, Tiles, picked, tiles_of
 from tilegen.model.estimate import Candidate, CostEstimate
 from tilegen.model.footprint import footprint
-from tilegen.model.launches import kept_entries, launches
 from tilegen.model.on_chip import Footprint
-from tilegen.model.time import Time, l2_seconds, launch_seconds, least_seconds, step_clocks, time
-from tilegen.model.traffic import traffic
+from tilegen.model.time import Time, time
+from tilegen.model.traffic import Traffic, traffic
 from tilegen.sympy_lock import one_at_a_time
 from tilegen.task import KernelTask, Tiled
 
@@ -34,8 +36,6 @@ REGISTER_DOUBT = 1.8
 """Predicted registers per thread, as a multiple of the limit, up to which a tuner compiles a
 config. On four GPUs of the catalogue, configs that beat the first choice by machine code are below
 it. fp32 slices, 3 % faster, are the exception (benchmarks/results/machine_code.csv)."""
-
-TimedConfig = tuple[Time, TileConfig, Footprint]
 
 
 @one_at_a_time
@@ -65,10 +65,10 @@ def by_lower_bound(task: KernelTask, *, top: int = 10, describable: bool = True)
     return _best(task, top, describable, spilling=False)
 
 
+@lru_cache(maxsize=256)
 def best_of(task: KernelTask) -> Candidate:
     """Return the first candidate of `propose`. Raises Unsupported."""
-    key = "best", task.kernel, task.joined, task.device
-    return task.memo.once(key, lambda: propose(task, top=1)[0])
+    return propose(task, top=1)[0]
 
 
 @one_at_a_time
@@ -99,137 +99,83 @@ def _best(task: KernelTask, top: int, describable: bool, *, spilling: bool) -> l
             f"multiply-adds, at {device.vector_flops_32 / device.tensor_flops_16:.0%} of the speed "
             "of fp16; use fp16, or a GPU from sm_80 on"
         )
-    configs = legal_configs(task, describable=describable)
-    best = _fastest(task, configs, top, spilling=spilling) or _last_resort(task, configs, top)
-    if not best:
-        smallest = min(footprint(Tiled(task, config)).smem_bytes for config in configs)
+    tiles = Tiles(task, legal_columns(task, describable=describable))
+    needs = footprint(tiles)
+    places = _promising(tiles, needs)
+    if not len(places):
+        places, spilling = _last_resort(tiles, needs, top), True
+    if not len(places):
         raise Unsupported(
             f"expected a {task.kernel} tile within {device.smem_per_block} bytes of shared memory "
-            f"on {device.name}, found none for {task.problem.key}: the smallest needs {smallest}"
+            f"on {device.name}, found none for {task.problem.key}: the smallest needs "
+            f"{needs.smem_bytes.min()}"
         )
-    return [_candidate(Tiled(task, config), time, needs) for time, config, needs in best]
+    tiles, needs = tiles[places], picked(needs, places)
+    used = needs
+    if not spilling:
+        used = replace(needs, registers=np.minimum(needs.registers, needs.max_registers))
+    times, moved, least = time(tiles, used), traffic(tiles), lower_bound_bytes(task)
+    best: list[Candidate] = []
+    for at in _ranked(times, tiles.config)[:top].tolist():
+        tiled = Tiled(task, tiles.config.config(at))
+        predicted, held, bytes_moved = (picked(record, at) for record in (times, needs, moved))
+        cost = _cost(tiled, predicted, held, bytes_moved, least)
+        reason = reason_of(tiled, cost, held)
+        best.append(
+            Candidate(kernel=task.kernel, config=tiled.config, estimate=cost, reason=reason)
+        )
+    return best
 
 
-def _fastest(
-    task: KernelTask, configs: Sequence[TileConfig], top: int, *, spilling: bool
-) -> list[TimedConfig]:
-    """Return the `top` fastest configs that fit and do not surely spill too much, timed with or
-    without their predicted spills.
+def _promising(tiles: Tiles, needs: Footprint) -> NDArray[np.int64]:
+    """Return the places of the configs worth timing.
 
-    A config is skipped, and its tiles are not counted, if the time of the SMs' units or of L2 alone
-    exceeds the best time so far.
+    They fit, are unlikely to spill, and use tensor descriptors only if they would spill without
+    them. Descriptors save registers, and little else (templates/README.md). Kernels whose
+    warpgroups have roles use them always.
     """
-    timed: list[TimedConfig] = []
-    best: list[float] = []  # a heap of the `top` shortest times, negated
-    by_code: dict[TileConfig, list[Tiled]] = {}
-    for config in configs:
-        tiled = Tiled(task, config)
-        by_code.setdefault(_plain(tiled), []).append(tiled)
-    launch, kept = launch_seconds(task, 1), kept_entries(task)
-    bounds = [(_least_seconds(Tiled(task, plain), launch, kept), plain) for plain in by_code]
-    for least, plain in sorted(bounds):
-        if len(best) == top and least > -best[0]:
-            break
-        promising = [tiled for tiled in by_code[plain] if _is_promising(tiled)]
-        full = len(best) == top
-        if not promising or (full and _least_as_counted(Tiled(task, plain), launch) > -best[0]):
-            continue
-        for tiled in promising:
-            needs = footprint(tiled)
-            if not spilling and needs.spill_bytes:
-                predicted = time(tiled, replace(needs, registers=needs.max_registers))
-            else:
-                predicted = time(tiled, needs)
-            timed.append((predicted, tiled.config, needs))
-            heapq.heappush(best, -predicted.cost)
-            if len(best) > top:
-                heapq.heappop(best)
-    return _ranked(timed)[:top]
+    described, useful = tiles.config.descriptors, np.True_
+    if not described.all():
+        plain = np.arange(len(described)) % (len(described) - described.sum())
+        useful = ~described | (needs.spill_bytes[plain] > 0)
+    return np.flatnonzero(useful & needs.fits(tiles.gpu) & ~np.asarray(needs.surely_spills))
 
 
-def _last_resort(task: KernelTask, configs: Sequence[TileConfig], top: int) -> list[TimedConfig]:
-    """Return the `top` fastest configs that spill too much, or that by prediction just fail to
-    fit."""
-    needed = [(config, footprint(Tiled(task, config))) for config in configs]
-    fitting = [pair for pair in needed if pair[1].fits(task.gpu)]
-    if not fitting:
-        fitting = [pair for pair in needed if pair[1].may_fit(task.gpu)]
-    legal = [pair for pair in fitting if not pair[1].surely_spills]
+def _last_resort(tiles: Tiles, needs: Footprint, top: int) -> NDArray[np.int64]:
+    """Return the places of configs that spill too much, or that by prediction just fail to fit."""
+    fitting = np.flatnonzero(needs.fits(tiles.gpu))
+    if not len(fitting):
+        fitting = np.flatnonzero(needs.may_fit(tiles.gpu))
+    legal = fitting[~np.asarray(needs.surely_spills)[fitting]]
+    if len(legal):
+        return legal
     # If every config spills too much, the configs that spill least.
-    least = sorted(fitting, key=lambda pair: (pair[1].registers, pair[0]))[: max(top, 20)]
-    return _ranked(
-        [(time(Tiled(task, config), needs), config, needs) for config, needs in legal or least]
-    )[:top]
+    order = np.lexsort([*_columns_of(tiles.config[fitting]), needs.registers[fitting]])
+    return fitting[order][: max(top, 20)]
 
 
-def _ranked(times: list[TimedConfig]) -> list[TimedConfig]:
+def _ranked(times: Time, configs: Columns) -> NDArray[np.int64]:
     # Configs of equal tile and time are ordered by their probability to spill.
-    return sorted(
-        times,
-        key=lambda timed: (
-            timed[0].cost,
-            timed[0].busy_seconds,
-            not timed[1].descriptors,
-            timed[1],
-        ),
-    )
+    busy = np.broadcast_to(times.busy_seconds, times.cost.shape)
+    return np.lexsort([*_columns_of(configs), ~configs.descriptors, busy, times.cost])
 
 
-def _is_promising(tiled: Tiled) -> bool:
-    """Return True if a config is worth timing: it fits, is unlikely to spill, and uses tensor
-    descriptors only if it would spill without them. Descriptors save registers, and little else
-    (templates/README.md)."""
-
-    def compute() -> bool:
-        needs, config = footprint(tiled), tiled.config
-        if needs.surely_spills or not needs.fits(tiled.gpu):
-            return False
-        plain = Tiled(tiled.task, without(config))
-        return not config.descriptors or footprint(plain).spill_bytes > 0
-
-    return tiled.by_config("promising", compute)
+def _columns_of(configs: Columns) -> list[NDArray[Any]]:
+    """Return the knobs by which configs are sorted, the last first, as `lexsort` takes them."""
+    return [getattr(configs, name) for name in reversed(OPTIONS)]
 
 
-def _plain(tiled: Tiled) -> TileConfig:
-    """Return the config without pipeline and descriptors, which several configs share."""
-    config = tiled.config
-    return tiled.by_config("plain", lambda: replace(config, num_stages=1, descriptors=False))
-
-
-def _least_seconds(plain: Tiled, launch: float, kept: int) -> float:
-    """Return a lower bound on the time [s] of all configs with this tile and these warps, for any
-    number of stages and any loads. The number of steps is what `kept` scores would fill."""
-    steps = kept / (plain.config.rows * plain.config.block_n)
-    return launch + least_seconds(plain.gpu, step_clocks(plain), steps)
-
-
-def _least_as_counted(plain: Tiled, launch: float) -> float:
-    """Return a lower bound on the time [s] from the visited tiles, which takes longer to
-    compute."""
-    run, device = launches(plain), plain.gpu
-    on_sms = least_seconds(device, step_clocks(plain), float(run.steps), masked=run.masked)
-    return launch + max(on_sms, l2_seconds(device, traffic(plain)))
-
-
-def _candidate(tiled: Tiled, time: Time, needs: Footprint) -> Candidate:
-    cost = _cost(tiled, time, needs)
-    return Candidate(
-        kernel=cost.kernel, config=cost.config, estimate=cost, reason=reason_of(tiled, cost)
-    )
-
-
-def _cost(tiled: Tiled, time: Time, needs: Footprint) -> CostEstimate:
-    moved = traffic(tiled)
+def _cost(tiled: Tiled, time: Time, needs: Footprint, moved: Traffic, least: int) -> CostEstimate:
     return CostEstimate(
         kernel=tiled.spec.name,
         config=tiled.config,
         read_bytes=moved.read_bytes,
         write_bytes=moved.write_bytes,
-        dram_bytes=time.dram_bytes,
-        lower_bound_bytes=lower_bound_bytes(tiled.task),
+        dram_bytes=int(time.dram_bytes),
+        lower_bound_bytes=least,
         smem_bytes=needs.smem_bytes,
         registers=needs.registers,
-        flops=time.flops,
+        flops=int(time.flops),
         seconds=time.seconds,
         limit=time.limit,
         terms=time.terms,
@@ -238,8 +184,8 @@ def _cost(tiled: Tiled, time: Time, needs: Footprint) -> CostEstimate:
     )
 
 
-def _with_splits(tiled: Tiled) -> Tiled:
-    return Tiled(joining(tiled.task), tiled.config)
+def _with_splits(tiled: Tiled) -> Tiles:
+    return tiles_of(joining(tiled.task), [tiled.config])
 
 
 @one_at_a_time
@@ -248,9 +194,10 @@ def estimate(tiled: Tiled) -> CostEstimate:
     task's splits, or else for the model's."""
     if not isinstance(tiled.device, GpuSpec):
         return on_cpu.estimate(tiled)
-    tiled = _with_splits(tiled)
-    needs = footprint(tiled)
-    return _cost(tiled, time(tiled, needs), needs)
+    tiles = _with_splits(tiled)
+    needs = footprint(tiles)
+    timed, moved = picked(time(tiles, needs), 0), picked(traffic(tiles), 0)
+    return _cost(tiled, timed, picked(needs, 0), moved, lower_bound_bytes(tiles.task))
 
 
 @one_at_a_time
@@ -258,9 +205,9 @@ def candidate_of(tiled: Tiled) -> Candidate:
     """Return a config as a candidate of `propose`, whatever its rank."""
     if not isinstance(tiled.device, GpuSpec):
         return on_cpu.candidate_of(tiled)
-    tiled = _with_splits(tiled)
-    needs = footprint(tiled)
-    return _candidate(tiled, time(tiled, needs), needs)
+    cost = estimate(tiled)
+    reason = reason_of(tiled, cost, footprint(tiled))
+    return Candidate(kernel=cost.kernel, config=cost.config, estimate=cost, reason=reason)
 
 
 @one_at_a_time
@@ -271,13 +218,13 @@ def time_as_compiled(tiled: Tiled, built: Resources, *, stages: int | None = Non
     The code may have been compiled with another number of `stages`. Then shared memory, which alone
     depends on stages, is predicted.
     """
-    tiled = _with_splits(tiled)
-    needs = footprint(tiled)
+    tiles = _with_splits(tiled)
+    needs = footprint(tiles)
     used = needs.as_compiled(built)
     if stages not in (None, tiled.config.num_stages):
         used = replace(used, smem_bytes=needs.smem_bytes)
     code = built.step_code
-    return time(tiled, used, clocks_as_compiled(code, tiled.gpu) if code else None)
+    return picked(time(tiles, used, clocks_as_compiled(code, tiled.gpu) if code else None), 0)
 
 
 def search_space(task: KernelTask) -> list[TileConfig]:
@@ -285,12 +232,10 @@ def search_space(task: KernelTask) -> list[TileConfig]:
     once compiled."""
     if not isinstance(task.device, GpuSpec):
         return on_cpu.tuned_space(task)
-    needs = {config: footprint(Tiled(task, config)) for config in legal_configs(task)}
-    return [
-        config
-        for config, need in needs.items()
-        if need.may_fit(task.gpu) and need.registers <= REGISTER_DOUBT * need.max_registers
-    ]
+    tiles = Tiles(task, legal_columns(task))
+    needs = footprint(tiles)
+    few = needs.registers <= REGISTER_DOUBT * needs.max_registers
+    return tiles.config[needs.may_fit(task.gpu) & few].configs
 
 
 def ranked_space(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from tilegen.gpus.nearest import on_tensor_cores
 from tilegen.model.estimate import CostEstimate
-from tilegen.model.footprint import footprint
-from tilegen.model.on_chip import residents
+from tilegen.model.on_chip import Footprint, residents
 from tilegen.task import Tiled
 from tilegen.units import bytes_text, memory_text, ratio_text
 
@@ -20,11 +19,10 @@ _WAITS_FOR = {
 }
 
 
-def reason_of(tiled: Tiled, cost: CostEstimate) -> str:
+def reason_of(tiled: Tiled, cost: CostEstimate, needs: Footprint) -> str:
     """Describe a tile in one sentence: its sides, its traffic, and its limit."""
     config, gpu = tiled.config, tiled.gpu
     moved = cost.read_bytes + cost.write_bytes
-    needs = footprint(tiled)
     together = residents(needs, gpu, config)
     waits_for = limit_in_words(tiled, cost)
     spills = f"; may spill {needs.spill_bytes} bytes a thread" if needs.spill_bytes else ""

@@ -42,11 +42,19 @@ class Records:
     """
 
     def __init__(
-        self, problem: AttentionProblem, device: Device, *, deterministic: bool | None = None
+        self,
+        problem: AttentionProblem,
+        device: Device,
+        *,
+        deterministic: bool | None = None,
+        roles: bool = True,
     ) -> None:
         self.problem, self.device = problem.normal(), device
         self.deterministic = current().deterministic if deterministic is None else deterministic
         """True if nothing is tuned, so that equal records give equal choices."""
+        self.roles = roles
+        """False if kernels whose warpgroups have roles are left out: for bundles, which load tiles
+        by addresses, and for tensors that no descriptor holds."""
         self._own: dict[Kernel, Found | None] = {}
 
     def agreed(self, kernel: Kernel) -> TileConfig | None:
@@ -80,7 +88,7 @@ class Records:
         task, seconds = self.task(kernel), TUNE_SECONDS
         if not isinstance(self.device, GpuSpec):
             seconds = TUNE_SECONDS_ON_CPU
-            from tilegen.choose.on_cpu import may_tune  # loads SymPy
+            from tilegen.choose.on_cpu import may_tune  # loads the model
 
             if not may_tune(task):
                 return None

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tilegen.emit.identity import rows_are_aligned
-from tilegen.kernels.config import BLOCK_SIZES, TileConfig
+from tilegen.errors import Unsupported
+from tilegen.kernels.config import BLOCK_SIZES, OPTIONS, TileConfig
 from tilegen.kernels.descriptors import why_not_described
-from tilegen.kernels.spec import Knobs
+from tilegen.kernels.registry import why_no_roles
 from tilegen.masks.grouping import heads_of_tiles
+from tilegen.model.columns import Columns
 from tilegen.task import KernelTask
 
 MOST_LEFT = 2**28
@@ -18,24 +20,57 @@ MOST_LEFT = 2**28
 def legal_configs(task: KernelTask, *, describable: bool = True) -> list[TileConfig]:
     """Return the configs of `all_configs`, and the same configs with tensor descriptors if these
     are allowed."""
-    plain, problem = all_configs(task), task.problem
+    return legal_columns(task, describable=describable).configs
+
+
+def legal_columns(task: KernelTask, *, describable: bool = True) -> Columns:
+    """Return `legal_configs` as columns, all configs without descriptors first."""
+    plain, problem = _all(task), task.problem
+    if task.spec.specialised:
+        if reason := task.spec.why_not(problem):
+            raise Unsupported(reason)
+        return Columns.of(
+            [
+                config
+                for one in plain.configs
+                for programs in {0, task.gpu.num_sms} & {*OPTIONS["persistent"].allowed}
+                for turns in (False, True)
+                if not why_no_roles(
+                    config := replace(one, descriptors=True, persistent=programs, turns=turns)
+                )
+            ]
+        )
     aligned = describable and rows_are_aligned(problem)
     if why_not_described(task.spec, problem.dtype, aligned=aligned, arch=task.device.arch):
         return plain
-    return [tile for config in plain for tile in (config, replace(config, descriptors=True))]
+    return Columns.joined([plain, plain.having(descriptors=True)])
 
 
 def all_configs(task: KernelTask) -> list[TileConfig]:
     """Return all tile shapes that are not larger than the problem, in a fixed order, loaded by
     addresses."""
-    problem, splits = task.problem, _splits(task)
-    return [
-        config
-        for heads in (heads_of_tiles(problem) if task.spec.packs else (1,))
-        for config in _configs(
-            task, _rounded(problem.seqlen_q * heads), _rounded(problem.seqlen_kv), splits, heads
+    return _all(task).configs
+
+
+def _all(task: KernelTask) -> Columns:
+    problem, knobs = task.problem, task.spec.knobs
+
+    def tiles(heads: int) -> Columns:
+        # If every tile is larger than the problem, the smallest is used.
+        least = max(knobs.block_m[0], heads)
+        most = max(_power_of_two(problem.seqlen_q * heads), least)
+        widest = max(_power_of_two(problem.seqlen_kv), knobs.block_n[0])
+        return Columns.product(
+            heads=[heads],
+            block_m=[block // heads for block in knobs.block_m if least <= block <= most],
+            block_n=[block for block in knobs.block_n if block <= widest],
+            block_d=knobs.block_d,
+            split_kv=_splits(task),
+            num_warps=knobs.num_warps,
+            num_stages=knobs.num_stages,
         )
-    ]
+
+    return Columns.joined(map(tiles, heads_of_tiles(problem) if task.spec.packs else (1,)))
 
 
 def _splits(task: KernelTask) -> tuple[int, ...]:
@@ -58,41 +93,6 @@ def _splits(task: KernelTask) -> tuple[int, ...]:
     return tuple(split for split in few if split in usual) or few[:1]
 
 
-def _configs(
-    task: KernelTask, max_rows: int, max_columns: int, splits: tuple[int, ...], heads: int
-) -> tuple[TileConfig, ...]:
-    """Return the configs up to a tile size, cached across lengths."""
-    key = "search space", task.kernel, max_rows, max_columns, splits, heads
-    knobs = task.spec.knobs
-    return task.lengthless.memo.once(key, lambda: _of(knobs, max_rows, max_columns, splits, heads))
-
-
-def _of(
-    knobs: Knobs, max_rows: int, max_columns: int, splits: tuple[int, ...], heads: int
-) -> tuple[TileConfig, ...]:
-    # If every tile is larger than the problem, the smallest is used.
-    least = max(knobs.block_m[0], heads)
-    rows = [block for block in knobs.block_m if least <= block <= max(max_rows, least)]
-    columns = [block for block in knobs.block_n if block <= max(max_columns, knobs.block_n[0])]
-    return tuple(
-        TileConfig(
-            block_m=block_m // heads,
-            block_n=block_n,
-            block_d=block_d,
-            num_warps=num_warps,
-            num_stages=num_stages,
-            heads=heads,
-            split_kv=split_kv,
-        )
-        for block_m in rows
-        for block_n in columns
-        for block_d in knobs.block_d
-        for split_kv in splits
-        for num_warps in knobs.num_warps
-        for num_stages in knobs.num_stages
-    )
-
-
-def _rounded(length: int) -> int:
-    """Return the largest block that a length can use; all long lengths share one result."""
-    return min(max(BLOCK_SIZES[0], 1 << (length - 1).bit_length()), BLOCK_SIZES[-1])
+def _power_of_two(length: int) -> int:
+    """Return the largest block that a length can use."""
+    return max(BLOCK_SIZES[0], 1 << (length - 1).bit_length())

@@ -1,33 +1,49 @@
-"""`tilegen demo` on a GPU: the whole pipeline on one attention layer, step by step."""
+"""`tilegen demo`: the whole pipeline on one attention layer, step by step, on this machine's GPU or
+else on its processor."""
 
 from __future__ import annotations
 
 import textwrap
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tilegen import pipeline
-from tilegen.check.sizes import reduced
+from tilegen import cpu, pipeline
+from tilegen.check.sizes import checkable
 from tilegen.check.verification import Check, require, verify
+from tilegen.choose.families import passes_of
+from tilegen.choose.on_cpu import candidates, may_tune
+from tilegen.cpu.passes import passes_to_time
+from tilegen.cpu.timing import timed_in_turns
+from tilegen.device import Device
+from tilegen.devices import device_of
 from tilegen.emit.kernel_files import write
 from tilegen.emit.render import render
 from tilegen.environment import current
-from tilegen.errors import BuildFailed
-from tilegen.gpus.spec import current_gpu
-from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.errors import BuildFailed, TilegenError, Unsupported
+from tilegen.gpus.spec import GpuSpec
 from tilegen.problem import AttentionProblem
+from tilegen.tuning.measure import measure, one_line
 from tilegen.tuning.tuner import tune
-from tilegen.units import bytes_text, memory_text, seconds_text, us_text
+from tilegen.units import memory_text, ratio_text, seconds_text
 
 if TYPE_CHECKING:
-    from tilegen.gpus.spec import GpuSpec
-    from tilegen.model.estimate import CostEstimate
+    from tilegen.check.peers import AttentionFunction
+    from tilegen.choose.choice import Choice
+    from tilegen.kernels.config import Kernel, TileConfig
+    from tilegen.store import TuningRecord
 
-LLAMA = "b1 hq32 hkv8 q8192 kv8192 d128 bf16 causal"
-SHOWN = 3  # candidates per kernel
+ON_GPU = "b1 hq32 hkv8 q8192 kv8192 d128 bf16 causal"
+ON_CPU = "b1 hq8 hkv2 q2048 kv2048 d128 fp32 causal"
+ON_CPU_NARROW = "b1 hq8 hkv2 q2048 kv2048 d128 bf16 causal"
+"""The same problem for processors that multiply bf16: about a second for everything."""
+TUNE_SECONDS, TUNE_SECONDS_ON_CPU = 40.0, 16.0
+"""Time to tune all kernels together [s]."""
+SECONDS = 1.0
+"""Time to measure each function on a processor [s]."""
+SHOWN = 3
+"""Candidates per kernel."""
 
 
 @dataclass
@@ -35,39 +51,51 @@ class Demo:
     """A demonstration, printed line by line."""
 
     say: Callable[[str], None]
+    device: Device
     width: int = 0
     """Width of a line [characters]; 0: unlimited."""
 
+    @property
+    def on_gpu(self) -> bool:
+        """True on a GPU, False on a processor."""
+        return isinstance(self.device, GpuSpec)
+
     def run(self, problem: AttentionProblem, seconds: float) -> dict[str, Any]:
-        """Run the pipeline, with `seconds` for tuning, and return the results as plain values."""
+        """Choose, compile, verify, tune and measure the kernels of a problem; return results as
+        plain values. Raises Unsupported if kernels cannot be compiled."""
         started = time.perf_counter()
-        spec = current_gpu()
-        self._line("problem", str(problem), lead=9)
+        if not self.on_gpu and (reason := cpu.why_not_compiled()):
+            raise Unsupported(reason)
+        self._line("problem", str(problem), lead=10)
         if problem.rewriting:
-            self._line("", problem.rewriting, lead=9)
+            self._line("", problem.rewriting, lead=10)
+        self._line("device", _title(self.device), lead=10)
         problem = problem.normal()
-        self._line("GPU", spec.title, lead=9)
-        chosen = pipeline.choose(problem, spec, may_compile=True)
+        if problem.page:
+            raise Unsupported(
+                f"expected whole keys, got pages of {problem.page}: the demonstration times calls "
+                "of tilegen.attention; leave the page out"
+            )
+        chosen = pipeline.choose(problem, self.device, may_compile=self.on_gpu)
         self._propose(chosen)
-        self._render(problem, chosen)
-        self._build(chosen, spec)
-        configs: dict[Kernel, TileConfig] = {name: choice.config for name, choice in chosen.items()}
-        checks = self._verify(reduced(problem), configs)
-        budget = seconds / len(chosen)
-        records = {k: tune(x.ranked.task, seconds=budget) for k, x in chosen.items()}
-        summary: dict[str, Any] = {
+        self._compile(problem, chosen)
+        configs = {kernel: choice.config for kernel, choice in chosen.items()}
+        checks = self._verify(problem, configs)
+        records = self._tune(chosen, seconds)
+        configs |= {kernel: record.config for kernel, record in records.items()}
+        times = self._measure(problem)
+        took = seconds_text(time.perf_counter() - started)
+        self._heading(f"{len(checks)} outputs right; {took} in all")
+        self._heading("next: why these tiles, and other lengths")
+        self.say(f'tilegen explain "{problem}"')
+        self.say(f'tilegen compare "{problem}" --backward')
+        return {
             "problem": problem.key,
-            "gpu": spec.name,
-            "measured": True,
+            "device": self.device.name,
+            "configs": {kernel: config.key for kernel, config in configs.items()},
             "records": {k: str(current().cache_dir / x.path) for k, x in records.items()},
-            "configs": {kernel: record.config.key for kernel, record in records.items()},
-            "forward_us": self.compare(problem),
+            "times": times,
         }
-        self._totals(chosen, checks, time.perf_counter() - started)
-        self._heading("next")
-        self._line("", "To see why these tiles, type:", lead=0)
-        self.say(f'tilegen explain "{problem}" --gpu {spec.name}')
-        return summary
 
     def _heading(self, text: str) -> None:
         self.say("")
@@ -86,131 +114,144 @@ class Demo:
             )
         self.say(line)
 
-    def _propose(self, chosen: Mapping[Kernel, pipeline.Choice]) -> None:
-        self._heading("propose: tiles that are fastest if none of their registers spills, and why")
+    def _propose(self, chosen: Mapping[Kernel, Choice]) -> None:
+        kind = "if none of their registers spills" if self.on_gpu else "on one thread"
+        self._heading(f"propose: tiles that the model predicts to be fastest {kind}, and why")
         for kernel, choice in chosen.items():
-            if not choice.ranked.candidates:
-                self._line(kernel, f"{choice.config.key:14}from {choice.source}")
+            if choice.ranked.origin != "model":
+                self._line(kernel, f"{choice.config.key:20}from {choice.source}")
                 continue
-            for i, candidate in enumerate(choice.ranked.candidates[:SHOWN]):
-                cost = candidate.estimate
-                self._line(
-                    kernel if i == 0 else "",
-                    f"{candidate.config.key:14}"
-                    f"{seconds_text(cost.seconds):>8} predicted, limited by {cost.limit}",
-                )
-            first = choice.ranked.candidates[0]
-            self._line("", f"{first.config.key}: {first.reason}")
+            if not (self.on_gpu or may_tune(choice.ranked.task)):
+                self._line(kernel, f"{choice.config.key:20}the only one")
+                continue
+            proposed = choice.ranked.candidates or candidates(choice.ranked.task)
+            for i, candidate in enumerate(proposed[:SHOWN]):
+                name, predicted = kernel if i == 0 else "", candidate.estimate.seconds
+                text = f"{candidate.config.key:20}{seconds_text(predicted):>8} predicted"
+                self._line(name, f"{text}, limited by {candidate.estimate.limit}")
+            self._line("", f"{proposed[0].config.key}: {proposed[0].reason}")
 
-    def _render(self, problem: AttentionProblem, chosen: Mapping[Kernel, pipeline.Choice]) -> None:
-        self._heading("render: readable Triton files, one for each kernel")
+    def _compile(self, problem: AttentionProblem, chosen: Mapping[Kernel, Choice]) -> None:
+        self._heading("compile: emitted Triton files, one for each kernel, to machine code")
         for kernel, choice in chosen.items():
-            self._line(kernel, str(write(render(problem, choice.config, kernel))))
-
-    def _build(self, chosen: Mapping[Kernel, pipeline.Choice], spec: GpuSpec) -> None:
-        self._heading("build: compiled until none can be faster, no GPU needed")
-        for kernel, choice in chosen.items():
-            predicted = {c.config: c.estimate.smem_bytes for c in choice.ranked.candidates}
-            for i, (config, used) in enumerate(choice.tried.items()):
-                name = kernel if i == 0 else ""
-                if isinstance(used, BuildFailed):
-                    self._line(name, f"{config.key:14}{used}")
+            rendered = render(problem, choice.config, kernel)
+            self._line(kernel, str(write(rendered)))
+            if not self.on_gpu:
+                started = time.perf_counter()
+                size = memory_text(len(cpu.load(rendered).made.binary))
+                took = seconds_text(time.perf_counter() - started)
+                self._line("", f"{choice.config.key:20}{size:>8}, {took}")
+            for config, built in choice.tried.items():
+                if isinstance(built, BuildFailed):
+                    self._line("", f"{config.key:20}{built}")
                     continue
-                spills = f", {used.spill_bytes} bytes spilled" if used.spill_bytes else ""
-                if config in choice.seconds:
-                    spills += f", {seconds_text(choice.seconds[config])}"
-                elif choice.ranked.candidates:
-                    spills += ": too many"
-                self._line(
-                    name,
-                    f"{config.key:14}{spec.arch}  {used.registers:3} registers  "
-                    f"{memory_text(used.shared_bytes):>8} shared"
-                    f" (predicted {memory_text(predicted[config])}){spills}",
-                )
+                text = f"{config.key:20}{built.registers:3} registers"
+                text += f", {memory_text(built.shared_bytes)} of shared memory"
+                text += f", {built.spill_bytes} bytes spilled" if built.spill_bytes else ""
+                if predicted := choice.seconds.get(config):
+                    text += f", {seconds_text(predicted)} predicted"
+                self._line("", text)
 
     def _verify(
         self, problem: AttentionProblem, configs: Mapping[Kernel, TileConfig]
     ) -> tuple[Check, ...]:
-        self._heading("verify: the same kernels on a reduced problem")
-        self._line("problem", str(problem))
-        self._line("allowed", "twice PyTorch's own error, both judged by an fp64 reference")
-        checks = verify(problem, configs)
+        smaller = checkable(problem)
+        self._heading(f"verify: against fp64, at most twice PyTorch's own error, on {smaller}")
+        checks = verify(smaller, configs, device="cuda" if self.on_gpu else "cpu")
         for check in checks:
             tensor, verdict = str(check).split(" ", 1)
             self._line(tensor, verdict.strip(), lead=6)
         require(checks)
         return checks
 
-    def _totals(
-        self, chosen: Mapping[Kernel, pipeline.Choice], checks: Sequence[Check], seconds: float
-    ) -> None:
-        self._heading("in all")
-        directions: dict[str, list[CostEstimate]] = {}
-        for choice in chosen.values():
-            directions.setdefault(choice.ranked.task.direction, []).extend(
-                replace(c.estimate, seconds=choice.seconds.get(c.config, c.estimate.seconds))
-                for c in choice.ranked.candidates
-                if c.config == choice.config
-            )
-        for direction, costs in directions.items():
-            if costs:
-                moved = sum(cost.read_bytes + cost.write_bytes for cost in costs)
-                seconds_in_all = sum(cost.seconds for cost in costs)
-                plural = "" if len(costs) == 1 else "s"
-                self._line(
-                    direction,
-                    f"{len(costs)} kernel{plural}, {seconds_text(seconds_in_all)} predicted, "
-                    f"{bytes_text(moved)} between SMs and L2",
-                )
-        compiled = sum(len(choice.tried) for choice in chosen.values())
-        self._line("compiled", f"{compiled} configs")
-        self._line("verified", f"{len(checks)} outputs, all within what is allowed")
-        self._line("took", seconds_text(seconds))
+    def _tune(self, chosen: Mapping[Kernel, Choice], seconds: float) -> dict[Kernel, TuningRecord]:
+        """Tune the kernels without a record, and return their records."""
+        tasks = {k: one.ranked.task for k, one in chosen.items() if one.ranked.origin == "model"}
+        if not self.on_gpu:
+            tasks = {kernel: task for kernel, task in tasks.items() if may_tune(task)}
+            if reason := cpu.why_not():
+                self._heading(f"tune: nothing, since {reason}")
+                return {}
+        if not tasks:
+            self._heading("tune: nothing, since calls use records of earlier runs")
+            return {}
+        self._heading(f"tune: for {seconds_text(seconds)}, beginning with the tiles above")
+        records = {k: tune(task, seconds=seconds / len(tasks)) for k, task in tasks.items()}
+        for kernel, record in records.items():
+            before, now = chosen[kernel].config, record.config
+            verdict = f"{now.key} is faster than {before.key}"
+            if before == now:
+                verdict = f"{now.key} stays, nothing beats it beyond noise"
+            elif " times" in record.measurement.message:
+                verdict += f": {record.measurement.message.split()[2]} times its time"
+            self._line(kernel, f"{verdict}; {record.trials} tiles tried")
+            self._line("", f"recorded in {current().cache_dir / record.path}")
+        return records
 
-    def compare(self, problem: AttentionProblem, device: str = "cuda") -> dict[str, float | None]:
-        """Measure tilegen, SDPA and FlexAttention; return medians in us, None for an attention that
-        did not run."""
-        self._heading("compare: forward, median of runs from a cold L2")
-        import tilegen
+    def _measure(self, problem: AttentionProblem) -> dict[str, dict[str, float | None]]:
+        """Measure tilegen and PyTorch; return the median times of each pass [s]."""
+        how = "from a cold L2" if self.on_gpu else "in turns"
+        self._heading(f"measure: tilegen.attention and PyTorch {how}, median times")
+        place = "cuda" if self.on_gpu else "cpu"
+        functions_of = passes_to_time(problem, self._peers(problem, place), place)
+        times: dict[str, dict[str, float | None]] = {}
+        for name in passes_of(problem):
+            times[name] = timed = self._timed(functions_of[name])
+            ours = timed["tilegen"]
+            for who, seconds in timed.items():
+                text = f"{who:16}{seconds_text(seconds):>8}" if seconds else f"{who:16}not run"
+                if who != "tilegen" and seconds and ours:
+                    text += f": tilegen has {ratio_text(seconds / ours)} times its speed"
+                self._line(name, text)
+        return times
+
+    def _peers(self, problem: AttentionProblem, place: str) -> dict[str, AttentionFunction]:
         from tilegen.check.peers import flex, sdpa
-        from tilegen.check.reference import make_inputs
-        from tilegen.masks.dropout import TYPICAL
-        from tilegen.masks.tensors import typical_score
-        from tilegen.tuning.measure import measure, one_line
 
-        x = make_inputs(problem, device=device)
-        problem = replace(problem, mask=problem.mask.realized(problem.shape, device))
-        score = typical_score(problem.score, problem.shape, device)
-        prepare: dict[str, Callable[[], Callable[..., Any]]] = {
-            "tilegen": lambda: partial(
-                tilegen.attention,
-                mask=problem.mask,
-                score=score,
-                dropout_p=TYPICAL if problem.dropout else 0.0,
-            ),
-            "sdpa": lambda: sdpa(problem, device),
-            "flex_attention": lambda: flex(problem, device),
-        }
+        # The first call of FlexAttention on a processor takes half a minute.
+        made: dict[str, AttentionFunction] = {}
+        for name, make in {"SDPA": sdpa, "FlexAttention": flex}.items():
+            if name == "SDPA" or self.on_gpu:
+                try:
+                    made[name] = make(problem, place)
+                except TilegenError as error:  # for example a score
+                    self._line(name, f"not run: {one_line(error)}")
+        return made
+
+    def _timed(self, functions: Mapping[str, Callable[[], object]]) -> dict[str, float | None]:
+        if not self.on_gpu:
+            timings = timed_in_turns(functions, seconds=SECONDS)
+            return {name: timing.median for name, timing in timings.items()}
         times: dict[str, float | None] = {}
-        for name, make in prepare.items():
+        for name, function in functions.items():
             try:
-                result = measure(partial(make(), x.q, x.k, x.v))
+                median = measure(function).median_us
             except Exception as error:  # an error of PyTorch must not end the demonstration
                 self._line(name, f"not run: {one_line(error)}")
-                times[name] = None
-                continue
-            times[name] = result.median_us
-            self._line(
-                name,
-                f"{us_text(result.median_us):>10}"
-                if result.median_us
-                else f"{result.status}: {result.message}",
-            )
+                median = None
+            times[name] = median and 1e-6 * median
         return times
 
 
+def _title(device: Device) -> str:
+    if isinstance(device, GpuSpec):
+        return device.title
+    import torch
+
+    from tilegen.cpu.target import host, processor
+
+    return f"{processor()}, {host().name}, {torch.get_num_threads()} threads; no GPU found"
+
+
 def demonstrate(
-    problem: str, seconds: float, say: Callable[[str], None], width: int = 0
+    problem: str, say: Callable[[str], None], seconds: float | None = None, width: int = 0
 ) -> dict[str, Any]:
-    """Run the demonstration on a problem's notation and return its results as plain values."""
-    return Demo(say, width).run(AttentionProblem.parse(problem), seconds)
+    """Run the demonstration on a problem's notation and return its results as plain values. The
+    default problem suits this machine."""
+    demo = Demo(say, device_of(None), width)
+    if not problem:
+        from tilegen.cpu.target import host
+
+        problem = ON_GPU if demo.on_gpu else ON_CPU_NARROW if host().pairs else ON_CPU
+    usual = TUNE_SECONDS if demo.on_gpu else TUNE_SECONDS_ON_CPU
+    return demo.run(AttentionProblem.parse(problem), usual if seconds is None else seconds)

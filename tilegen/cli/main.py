@@ -153,19 +153,10 @@ def demo(
 
     Without a GPU the kernels are compiled for the CPU and tuned there. Example: tilegen demo
     """
-    from tilegen.cli.demo import LLAMA, demonstrate
-    from tilegen.gpus.spec import detect
-
-    if detect() is None:
-        from tilegen.cli.demo_cpu import demonstrate_on_cpu
-
-        results = demonstrate_on_cpu(problem, say_unless(json_), seconds)
-        if json_:
-            print_json(results)
-        return
+    from tilegen.cli.demo import demonstrate
 
     width = console.width if console.is_terminal else 0
-    results = demonstrate(problem or LLAMA, seconds or 40.0, say_unless(json_), width)
+    results = demonstrate(problem, say_unless(json_), seconds, width)
     if json_:
         print_json(results)
 
@@ -309,7 +300,7 @@ def tune(
     problem: Problem,
     kernel: KernelsOption = "all",
     seconds: Annotated[
-        float | None, typer.Option(help="budget per kernel", callback=positive)
+        float | None, typer.Option(help="budget of all kernels together", callback=positive)
     ] = None,
     trials: Annotated[
         int | None, typer.Option(help="budget per kernel, all runs together", min=1)

@@ -19,7 +19,7 @@ from tilegen.disk import log
 from tilegen.emit.identity import RenderedKernel
 from tilegen.emit.kernel_files import load
 from tilegen.errors import BuildFailed, Unsupported
-from tilegen.kernels.config import threads_of
+from tilegen.kernels.config import launched_warps, threads_of
 from tilegen.kernels.descriptors import ARCHITECTURES
 from tilegen.model.resources import Resources
 from tilegen.parsing import collection_paused
@@ -90,7 +90,7 @@ class CompiledKernel:
             return None
         done = executed(work, problem.element_bytes, config.num_warps, self.arch)
         try:
-            code = self.code.step(round(done))
+            code = self.code.step(round(done), roles=spec.specialised)
         except (OSError, subprocess.SubprocessError, ValueError) as error:
             log.debug("machine code of %s could not be read: %s", rendered.function, error)
             return None
@@ -113,9 +113,13 @@ def compile_for(rendered: RenderedKernel, arch: str, *, line_info: bool = True) 
         return _shared_object(rendered, arch)
     import triton
 
-    from tilegen.private_triton import ASTSource, knobs
+    from tilegen.kernels.registry import KERNELS
+    from tilegen.private_triton import ASTSource, gluon_source, in_gluon, knobs
 
-    class Source(ASTSource):  # type: ignore[misc]
+    spec = KERNELS[rendered.kernel]
+    base = gluon_source() if spec.specialised else ASTSource
+
+    class Source(base):  # type: ignore[misc]
         """A function that Triton parses here, and in no other step of `triton.compile`."""
 
         def hash(self) -> str:
@@ -126,6 +130,8 @@ def compile_for(rendered: RenderedKernel, arch: str, *, line_info: bool = True) 
             with collection_paused():
                 return super().make_ir(*arguments)
 
+    if spec.requires and arch not in spec.requires:
+        raise Unsupported(f"{rendered.function} needs {' or '.join(spec.requires)}, not {arch}")
     if rendered.config.descriptors and arch not in ARCHITECTURES:
         raise Unsupported(f"{rendered.function}: {arch} has no tensor descriptors")
     target = _target(arch)
@@ -139,13 +145,16 @@ def compile_for(rendered: RenderedKernel, arch: str, *, line_info: bool = True) 
     pointers = [i for i, (_, type_) in enumerate(leading) if type_.startswith("*")]
     source = Source(
         fn=function,
-        signature=dict(rendered.signature),
+        signature={
+            name: in_gluon(type_) if spec.specialised else type_
+            for name, type_ in rendered.signature
+        },
         constexprs={},
         attrs={(i,): divisible for i in pointers},
     )
     # The options of `launch`. Fusion is explicit, because Triton 3.10 changes its default.
     options = {
-        "num_warps": rendered.config.num_warps,
+        "num_warps": launched_warps(rendered.config, specialised=spec.specialised),
         "num_stages": rendered.config.num_stages,
         "enable_fp_fusion": True,
     }

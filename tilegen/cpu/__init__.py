@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from tilegen.cpu.function import BuildMode
     from tilegen.emit.identity import RenderedKernel
 
-MAX_MODULES = 2048
-"""Compiled modules kept in memory."""
-_modules: BoundedCache[tuple[str, str, BuildMode], ModuleType] = BoundedCache(MAX_MODULES)
+MAX_KERNELS = 2048
+"""Compiled kernels kept in memory."""
+_kernels: BoundedCache[tuple[str, str, BuildMode], EmittedFunction] = BoundedCache(MAX_KERNELS)
 
 
 @cache
@@ -45,15 +45,15 @@ def why_not_compiled() -> str:
     return ""
 
 
-def load(rendered: RenderedKernel, mode: BuildMode = "") -> ModuleType:
-    """Return the emitted module with its kernel compiled for this CPU; `.launch(...)` runs it.
+def load(rendered: RenderedKernel, mode: BuildMode = "") -> EmittedFunction:
+    """Return an emitted kernel compiled for this CPU; `.launch(...)` runs it.
 
     Mode "bounds" checks every address: a launch raises WrongResult for one out of bounds. Mode
-    "count" counts bytes (`function_of(...).traffic`). Raises Unsupported if kernels cannot be
-    compiled here, or for operations that the compiler does not know.
+    "count" counts bytes (`.traffic`). Raises Unsupported if kernels cannot be compiled here, or for
+    operations that the compiler does not know.
     """
     key = rendered.digest, rendered.kernel, mode
-    return _modules.get(key, lambda: _loaded(rendered, mode))
+    return _kernels.get(key, lambda: _loaded(rendered, mode))
 
 
 def is_interpreting() -> bool:
@@ -84,11 +84,11 @@ def runs_compiled(device: torch.device) -> bool:
     return device.type == "cpu" and not is_interpreting()
 
 
-def executable(rendered: RenderedKernel, device: torch.device) -> ModuleType:
-    """Return the module whose `launch` runs on a device. Raises the errors of `load`.
+def executable(rendered: RenderedKernel, device: torch.device) -> EmittedFunction | ModuleType:
+    """Make a kernel executable: `.launch` takes tensors on a device. Raises the errors of `load`.
 
-    On a CPU the kernel is compiled. On a GPU, or if Triton interprets it for tests, the module is
-    the emitted one.
+    The result is the compiled kernel on a CPU. On a GPU, or if Triton interprets the kernel for
+    tests, it is the emitted module.
     """
     if not runs_compiled(device):
         from tilegen.emit import kernel_files
@@ -97,22 +97,10 @@ def executable(rendered: RenderedKernel, device: torch.device) -> ModuleType:
     return load(rendered, "bounds" if current().check_bounds else "")
 
 
-def function_of(module: ModuleType) -> EmittedFunction:
-    """Return the compiled function of a module that `load` returned."""
-    return vars(module)[module.FUNCTION]
-
-
-def _loaded(rendered: RenderedKernel, mode: BuildMode) -> ModuleType:
+def _loaded(rendered: RenderedKernel, mode: BuildMode) -> EmittedFunction:
     if reason := why_not_compiled():
         raise Unsupported(reason)
     from tilegen.cpu.emitted import EmittedFunction
     from tilegen.cpu.target import host
-    from tilegen.emit import kernel_files
 
-    emitted = kernel_files.load(rendered)
-    module = ModuleType(f"{emitted.__name__}_cpu{mode}")
-    module.__file__ = emitted.__file__
-    exec(compile(rendered.source, str(emitted.__file__), "exec"), module.__dict__)
-    setattr(module, rendered.function, EmittedFunction(rendered, host(), mode))
-    vars(module).update(SOURCE=rendered.source, FUNCTION=rendered.function)
-    return module
+    return EmittedFunction(rendered, host(), mode)

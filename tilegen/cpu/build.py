@@ -6,9 +6,8 @@ import hashlib
 import time
 from pathlib import Path
 
-from tilegen.cpu import access, checks, jit, mlir
+from tilegen.cpu import jit
 from tilegen.cpu.function import BuildMode, names_of
-from tilegen.cpu.lower import lower
 from tilegen.cpu.objects import CompiledObject, path_of, read, write
 from tilegen.cpu.target import Target
 from tilegen.cpu.ttir import Source, ttir_of
@@ -16,13 +15,15 @@ from tilegen.disk import log
 from tilegen.emit import kernel_files
 from tilegen.emit.identity import RenderedKernel
 
-_WAYS = {"": access.Access, "bounds": checks.CheckedAccess, "count": checks.CountingAccess}
-
 
 def source_of(rendered: RenderedKernel) -> Source:
     """Return the function of an emitted kernel with its declared types."""
-    function = getattr(kernel_files.load(rendered), rendered.function)
-    return Source(function=function, signature=rendered.signature, aligned=rendered.aligned)
+    return Source(
+        name=rendered.function,
+        function=lambda: getattr(kernel_files.load(rendered), rendered.function),
+        signature=rendered.signature,
+        aligned=rendered.aligned,
+    )
 
 
 def code_of(rendered: RenderedKernel) -> str:
@@ -63,9 +64,14 @@ def compiled(
 ) -> CompiledObject:
     """Compile a kernel for any processor, not only this machine's. `symbol` names its functions,
     see `jit.object_of`. Raises Unsupported and BuildFailed."""
+    # Modules that calls do not need whose kernels are on disk.
+    from tilegen.cpu import access, checks, mlir
+    from tilegen.cpu.lower import lower
+
+    ways = {"": access.Access, "bounds": checks.CheckedAccess, "count": checks.CountingAccess}
     started = time.perf_counter()
     function = mlir.parse(ttir_of(source), source.file)
-    lowered = lower(function, target, _WAYS[mode], aliases=source.aliases)
+    lowered = lower(function, target, ways[mode], aliases=source.aliases)
     return CompiledObject(
         binary=jit.object_of(lowered, target, symbol),
         name=lowered.name,

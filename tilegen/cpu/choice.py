@@ -25,6 +25,8 @@ LEAST_SPLIT = 512
 """Keys of the smallest split: joining smaller splits would cost more than they gain."""
 INVARIANT_SPLIT = 1024
 """Keys of a split where a row's bits must not depend on the lengths in its batch."""
+MOST_OF_THIN = 16
+"""Most rows of a product whose right operand is read where it lies, see thin.py."""
 THIN_ROWS, THIN_BYTES = 8, 8 << 10
 """Most rows of tiles that stream fewer keys than others, and the bytes of keys in such a tile. More
 keys took up to 35 % longer on a Zen 5 (benchmarks/results/zen5/exhaustive/fwd_split)."""

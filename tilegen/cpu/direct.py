@@ -67,7 +67,8 @@ class DirectFunction:
 
     def _compiled(self, signature: list[tuple[str, str]], constants: dict[str, Any]) -> CpuFunction:
         source = Source(
-            function=self._function,
+            name=self._function.__name__,
+            function=lambda: self._function,
             signature=signature,
             constants=constants,
             aliases=self._aliases,

@@ -7,28 +7,32 @@ such as int64 instead of int32. The kernel is then compiled again, as Triton doe
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from threading import Lock
 from typing import Any
 
 import torch
 
 from tilegen.cpu.build import code_of, object_of, source_of
-from tilegen.cpu.checks import CountedTraffic
 from tilegen.cpu.function import BuildMode, CpuFunction, triton_type
 from tilegen.cpu.objects import CompiledObject
+from tilegen.cpu.reports import CountedTraffic
 from tilegen.cpu.target import Target
 from tilegen.cpu.work import Work
 from tilegen.emit.identity import RenderedKernel
-from tilegen.launch.launcher import Run, Start, always
+from tilegen.emit.launch import launch_of
+from tilegen.kernels.panels import Launch
+from tilegen.kernels.registry import KERNELS
+from tilegen.launch.launcher import Run, Start, always, launch_by
 
 Types = tuple[tuple[str, str], ...]
 
 
 class EmittedFunction:
-    """Replaces the `@triton.jit` function of an emitted module."""
+    """An emitted kernel as machine code for this CPU. Replaces its `@triton.jit` function, and is
+    launched on tensors by `launch`."""
 
     def __init__(self, rendered: RenderedKernel, target: Target, mode: BuildMode) -> None:
         """Compile the kernel for the declared types, or load it from disk. Raises the errors of
@@ -54,20 +58,35 @@ class EmittedFunction:
         """The machine code for the declared types."""
         return self._declared.made
 
-    def starting(self, made: Collection[str]) -> Start:
-        """Return the function for `launch_by`, of a launch that allocates the tensors in `made`.
+    @cached_property
+    def launch(self) -> Launch:
+        """The `launch` of the emitted file, for tensors on a CPU."""
+        tiles: Any = None
+        if self._is_described:
+            from triton.tools.tensor_descriptor import TensorDescriptor
 
-        Nothing is checked if the kernel writes these alone. A kernel that writes tensors of the
-        caller is launched with a check for overlaps, as are one that adds to copies, one that takes
-        descriptors and one that checks addresses.
+            tiles = TensorDescriptor
+        text, device = launch_of(self._rendered.source), torch.device("cpu")
+        return launch_by(self._start, text, device, self._rendered.function, tiles)
+
+    @cached_property
+    def _is_described(self) -> bool:
+        return any(type_.startswith("tensordesc") for _, type_ in self._source.signature)
+
+    @cached_property
+    def _start(self) -> Start:
+        """The function for `launch_by`.
+
+        Nothing is checked if the kernel writes tensors alone that its launch allocates. A kernel
+        that writes tensors of the caller is launched with a check for overlaps, as are one that
+        adds to copies, one that takes descriptors and one that checks addresses.
         """
-        names = self.made.names
-        types = (type_ for _, type_ in self._source.signature)
+        names, allocated = self.made.names, KERNELS[self._rendered.kernel].allocated
         if (
             self._mode
             or self.made.private
-            or any(type_.startswith("tensordesc") for type_ in types)
-            or not {names[i] for i in self.made.stored} <= {f"{name}_ptr" for name in made}
+            or self._is_described
+            or not {names[i] for i in self.made.stored} <= {f"{name}_ptr" for name in allocated}
         ):
             return always(lambda grid, arguments, device: self._launch((grid,), *arguments))
 

@@ -9,10 +9,10 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from tilegen.cpu.checks import NOT_MOVED, CountedTraffic, bounds_words, finding
 from tilegen.cpu.copies import Copies
 from tilegen.cpu.jit import Linked
 from tilegen.cpu.objects import CompiledObject
+from tilegen.cpu.reports import NOT_MOVED, CountedTraffic, bounds_words, finding
 from tilegen.cpu.threads import by_pool, parallel, scratch, usable_threads
 from tilegen.cpu.work import Work
 from tilegen.errors import Unsupported, WrongResult

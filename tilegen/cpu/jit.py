@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 from functools import cache
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tilegen.cpu.lower import Lowered
 from tilegen.cpu.target import Target
 from tilegen.errors import BuildFailed
+
+if TYPE_CHECKING:
+    from tilegen.cpu.lower import Lowered
 
 _lock = Lock()
 _number = itertools.count()

@@ -13,15 +13,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tilegen.cpu.choice import MOST_OF_THIN
 from tilegen.cpu.conversions import to_memory
 from tilegen.cpu.ir import Code, Index, Lane, typed
 from tilegen.cpu.pairs import added
 from tilegen.cpu.thin_rows import Rows
 from tilegen.cpu.tiles import Buffer, LoadTile, Node
 
-MOST_ROWS, AT_ONCE = 16, 8
-"""Most rows of a product, and the rows whose sums stay in registers: more rows read the right
-operand again, from a cache."""
+AT_ONCE = 8
+"""Rows whose sums stay in registers: more rows read the right operand again, from a cache."""
 DEEP = 4
 """Least vectors of a row whose lanes are summed in a product of more than AT_ONCE rows."""
 _UNROLL = 8
@@ -42,7 +42,7 @@ def fits(code: Code, shape: tuple[int, int, int], node: Node, swapped: bool, pai
     rows, columns, depth = shape
     if not isinstance(node, LoadTile) or node.address.step(1) != 1 or not node.access.vectors:
         return False
-    if rows > MOST_ROWS or rows & (rows - 1):
+    if rows > MOST_OF_THIN or rows & (rows - 1):
         return False
     lanes = code.target.lanes
     wide = 2 * lanes if pairs else lanes

@@ -7,7 +7,7 @@ arguments.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
@@ -24,7 +24,9 @@ descriptors into loads by address."""
 class Source:
     """A `@triton.jit` function with the types of its arguments."""
 
-    function: Any
+    name: str
+    function: Callable[[], Any]
+    """Returns the function. An emitted module is imported only if its kernel has to be compiled."""
     signature: Sequence[tuple[str, str]]
     """(argument, Triton type); `constexpr` for arguments that are constants."""
     constants: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -34,14 +36,9 @@ class Source:
     """True: memory that is written through one argument may be read through another."""
 
     @property
-    def name(self) -> str:
-        """The function's name."""
-        return self.function.__name__
-
-    @property
     def file(self) -> str:
         """The file whose lines errors and checks report."""
-        return self.function.fn.__code__.co_filename
+        return self.function().fn.__code__.co_filename
 
     @property
     def arguments(self) -> list[tuple[str, str]]:
@@ -63,7 +60,7 @@ def ttir_of(source: Source) -> str:
     places = {name: i for i, (name, _) in enumerate(source.signature)}
     divisible = [["tt.divisibility", 16]] if source.aligned else []
     parsed = ASTSource(
-        fn=source.function,
+        fn=source.function(),
         signature=dict(source.signature),
         constexprs={(places[name],): value for name, value in source.constants.items()},
         attrs={(i,): divisible for i in pointers},

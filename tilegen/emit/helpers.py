@@ -15,49 +15,68 @@ from functools import cached_property
 from tilegen.emit.arguments import WIDTH, packed
 from tilegen.parsing import parse_module
 
-SWITCH = "MASKED"
-"""The parameter that is a constexpr, in lines that read it."""
+SWITCHES = ("MASKED", "PART")
+"""The parameters that are constexprs, in lines that read them."""
+
+
+_IMPORTED = ("tl", "fence_async_shared", "mbarrier", "tma", "warpgroup_mma", "warpgroup_mma_wait")
+"""Names that emitted files import, and that are no parameters."""
 
 
 @dataclass(frozen=True)
 class Helper:
-    """A `@triton.jit` function, made of lines."""
+    """A function that Triton compiles, made of lines."""
 
     name: str
     doc: str
     gives: str
     """The variables that it returns, separated by commas."""
     body: str
+    decorator: str = "@triton.jit"
 
     @property
     def definition(self) -> str:
         """The text of the function."""
-        lines = [f'"""{self.doc}"""', *self.body.strip().splitlines(), f"return {self.gives}"]
+        lines = [f'"""{self.doc}"""', *self.body.strip().splitlines()]
+        lines += [f"return {self.gives}"] if self.gives else []
         body = "\n".join(line and f"    {line}" for line in lines)
-        switch = f"{SWITCH}: tl.constexpr" if self._switches else ""
-        return f"@triton.jit\ndef {self.name}{self._listed(switch, 0)}:\n{body}\n"
+        switches = [f"{name}: tl.constexpr" for name in self._switches]
+        return f"{self.decorator}\ndef {self.name}{self._listed(switches, 0)}:\n{body}\n"
 
-    def call(self, masked: bool, indent: int = 8) -> str:
+    def call(self, masked: bool | str = "", indent: int = 8) -> str:
         """Return the call as a line with the given indentation."""
-        switch = f"{SWITCH}={masked}" if self._switches else ""
-        return f"{self.gives} = {self.name}{self._listed(switch, indent)}"
+        values = {"MASKED": masked, "PART": "PART"}
+        switches = [f"{name}={values[name]}" for name in self._switches]
+        return f"{self.gives} = {self.name}{self._listed(switches, indent)}"
+
+    def role(self, *switches: int) -> str:
+        """Return the function with its arguments, as an entry of `warp_specialize`."""
+        arguments = [*self.parameters, *map(str, switches)]
+        lines = packed([[name] for name in arguments], WIDTH - 8)
+        return "\n".join([f"({self.name}, (", *(f"    {line}" for line in lines), ")),"])
 
     @cached_property
     def parameters(self) -> list[str]:
         """The names that the lines read, those that the function returns first."""
         changed = [name for name in self.gives.split(", ") if name in self._read]
-        return changed + [name for name in self._read if name not in (*changed, SWITCH)]
+        return changed + [name for name in self._read if name not in (*changed, *SWITCHES)]
+
+    @cached_property
+    def assigned(self) -> list[str]:
+        """The names that the lines assign."""
+        nodes = _in_order(parse_module(self.body))
+        return list(dict.fromkeys(node.id for node in nodes if isinstance(node.ctx, ast.Store)))
 
     @property
-    def _switches(self) -> bool:
-        return SWITCH in self._read
+    def _switches(self) -> list[str]:
+        return [name for name in SWITCHES if name in self._read]
 
     @cached_property
     def _read(self) -> list[str]:
         return _read(self.body)
 
-    def _listed(self, switch: str, indent: int) -> str:
-        names = [*self.parameters, *([switch] if switch else [])]
+    def _listed(self, switches: list[str], indent: int) -> str:
+        names = [*self.parameters, *switches]
         line = ", ".join(names)
         if indent + len(f"{self.gives} = {self.name}({line}):") <= WIDTH:
             return f"({line})"
@@ -101,5 +120,5 @@ def _in_order(node: ast.AST) -> Iterator[ast.Name]:
 
 
 def _is_global(name: str) -> bool:
-    constant = name.isupper() and name != SWITCH
-    return constant or name.startswith("_") or name in ("tl", *dir(builtins))
+    constant = name.isupper() and name not in SWITCHES
+    return constant or name.startswith("_") or name in (*_IMPORTED, *dir(builtins))

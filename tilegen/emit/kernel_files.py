@@ -2,7 +2,7 @@
 
 A kernel's digest covers everything that determines its text, so an existing file is never rendered
 again, and a call whose kernels are on disk loads no templates. Only files that no other user can
-have written are imported; other kernels are rendered in each process.
+have written are read; other kernels are rendered in each process.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from types import ModuleType
 from tilegen.bounded_cache import BoundedCache
 from tilegen.disk import log, own_folder, say_once, write_whole
 from tilegen.emit.identity import RenderedKernel, kernel_digest
+from tilegen.emit.launch import launch_of
+from tilegen.emit.render import render, rendered_as
 from tilegen.environment import CACHE_DIR, current
 from tilegen.errors import Unsupported
 from tilegen.kernels.config import Kernel, TileConfig
@@ -52,31 +54,29 @@ def load(rendered: RenderedKernel) -> ModuleType:
     return _modules.get(rendered.digest, lambda: _import_rendered(rendered))
 
 
-def load_kernel(
+def emitted(
     problem: AttentionProblem, config: TileConfig, kernel: Kernel, *, aligned: bool
-) -> ModuleType:
-    """Return the emitted module for a problem and config. It is rendered only if there is no file,
-    or if other users could have written the file."""
-    digest = kernel_digest(problem, config, kernel, aligned)
-
-    def imported() -> ModuleType:
-        path = _path(digest, kernel)
-        try:
-            if (source := read_private(path)) is not None:
-                return _import(source, str(path), digest)
-        except NotPrivate as doubt:
-            say_once(
-                f"{doubt}, so emitted kernels in {str(path.parent.parent)!r} are not imported but "
-                "rendered in every process; have TILEGEN_CACHE_DIR name a folder that only you can "
-                "write to, and share records by TILEGEN_CACHE_PATH"
-            )
-        except Exception as error:  # importing a damaged file may raise any error
-            log.warning("emitted kernel %s is damaged (%s); writing it again", path, error)
-        from tilegen.emit.render import render  # loads Jinja
-
-        return _import_rendered(render(problem, config, kernel, aligned=aligned))
-
-    return _modules.get(digest, imported)
+) -> RenderedKernel:
+    """Return a kernel with the text of its file. It is rendered only if there is no file, or if
+    other users could have written the file."""
+    path = _path(kernel_digest(problem, config, kernel, aligned), kernel)
+    try:
+        if (data := read_private(path)) is not None:
+            source = data.decode("utf-8")
+            compile(source, str(path), "exec")
+            launch_of(source)
+            return rendered_as(source, problem, config, kernel, aligned=aligned)
+    except NotPrivate as doubt:
+        say_once(
+            f"{doubt}, so emitted kernels in {str(path.parent.parent)!r} are not imported but "
+            "rendered in every process; have TILEGEN_CACHE_DIR name a folder that only you can "
+            "write to, and share records by TILEGEN_CACHE_PATH"
+        )
+    except (ValueError, SyntaxError) as error:
+        log.warning("emitted kernel %s is damaged (%s); writing it again", path, error)
+    rendered = render(problem, config, kernel, aligned=aligned)
+    load(rendered)  # writes the file
+    return rendered
 
 
 def _forget(module: ModuleType) -> None:

@@ -132,7 +132,7 @@ class EmittedLaunch:
             for name in self.spec.allocated
         ]
         for argument in (one for one in self._own if one.taken == "descriptor"):
-            tile = f"[1, 1, {getattr(self.config, argument.rows)}, {argument.axis}]"
+            tile = f"[1, 1, {argument.rows}, {argument.axis}]"
             tensor = argument.of
             lines.append(f"{argument.name} = TensorDescriptor({tensor}, *{tensor}_tiled, {tile})")
         return lines
@@ -273,7 +273,8 @@ class EmittedLaunch:
     @property
     def _programs(self) -> str:
         factors = (_rounded_up(self._expression(one), divisor) for one, divisor in self._grid)
-        return " * ".join(factors)
+        programs, most = " * ".join(factors), self.config.persistent
+        return f"min({programs}, {most})" if most else programs
 
     # ----------------------------------------------------------------------------------------------
     # Arguments

@@ -12,9 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
-
-import jinja2
+from typing import TYPE_CHECKING, Any
 
 from tilegen.emit.arguments import Arguments
 from tilegen.emit.helpers import Helper
@@ -29,10 +27,9 @@ from tilegen.emit.identity import (
     template_folders,
 )
 from tilegen.emit.launch import MARK, EmittedLaunch
-from tilegen.emit.whole_lines import WholeLines
 from tilegen.errors import Unsupported
 from tilegen.kernels.arguments import DROPOUT, SINKS
-from tilegen.kernels.config import OPTIONS, Kernel, TileConfig, head_dim_chunks
+from tilegen.kernels.config import OPTIONS, Kernel, TileConfig, head_dim_chunks, launched_warps
 from tilegen.kernels.descriptors import why_not_described
 from tilegen.kernels.launch_order import heavy_end, rows_together
 from tilegen.kernels.registry import KERNELS, check_config, family_with, grid_of, tile_heads
@@ -44,8 +41,16 @@ from tilegen.masks.score_source import ScoreSource, score_source
 from tilegen.masks.source import columns_source, extras, keep_source, ranges_source
 from tilegen.problem import AttentionProblem
 
+if TYPE_CHECKING:
+    import jinja2
+
 MAX_NAME = 60
 """Maximum letters that a mask may add to the name of a function."""
+STAY = "{ .reg .pred p; setp.lt.f32 p, $1, 0fBF800000; @p nanosleep.u32 1; mov.f32 $0, $1; }"
+"""Assembly that returns its operand, which is not below -1. ptxas moves neither the assembly nor
+what it needs beyond a wait."""
+TANH = "tanh.approx.f32 $0, $1;"
+"""Assembly of a hyperbolic tangent, which errs by up to 2**-11 of its result."""
 _TRITON_DTYPES = {"fp16": "tl.float16", "bf16": "tl.bfloat16", "fp32": "tl.float32"}
 
 
@@ -105,21 +110,29 @@ def render(
     if config.descriptors and reason:
         raise Unsupported(f"remove t from {config.key}: {reason}")
     templates = environment(*template_folders(kernel))
-    whole, problem = problem, replace(problem, mask=problem.mask.general)
-    context = _context(problem, config, spec, aligned)
+    context = _context(replace(problem, mask=problem.mask.general), config, spec, aligned)
     texts = (
         templates.get_template(name).render(context) for name in (spec.template, LAUNCH_TEMPLATE)
     )
     source = re.sub(r"\n{4,}", "\n\n\n", "\n\n".join(texts)).strip() + "\n"
+    return rendered_as(source, problem, config, kernel, aligned=aligned)
+
+
+def rendered_as(
+    source: str, problem: AttentionProblem, config: TileConfig, kernel: Kernel, *, aligned: bool
+) -> RenderedKernel:
+    """Return the kernel whose text `render` returned, in this or in another process."""
+    spec, general = KERNELS[kernel], replace(problem, mask=problem.mask.general)
+    arguments = _arguments(general, config, spec, _change_of_scores(general, spec))
     return RenderedKernel(
         kernel=kernel,
-        problem=whole,
+        problem=problem,
         config=config,
         aligned=aligned,
         digest=kernel_digest(problem, config, kernel, aligned),
-        function=context["function"],
+        function=_function_name(general, config, spec),
         source=source,
-        signature=context["arguments"].types(problem.dtype),
+        signature=arguments.types(problem.dtype),
     )
 
 
@@ -127,6 +140,10 @@ def render(
 def environment(*folders: Path) -> jinja2.Environment:
     """Create the Jinja environment of templates in some folders. A misspelt name raises an error
     when rendered."""
+    import jinja2  # not needed where emitted files are read from disk
+
+    from tilegen.emit.whole_lines import WholeLines
+
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader([str(one) for one in folders]),
         undefined=jinja2.StrictUndefined,
@@ -151,20 +168,9 @@ def _context(
             f"problem's normal form, '{problem.normal()}'"
         )
     keep = keep_source(problem.mask, side, softmax="out" in spec.checked_by)
-    change = ScoreSource()
-    if "scores" in spec.supports:
-        precise = problem.dtype == "fp32"
-        change = score_source(
-            problem.score, trains="training" in spec.supports, precise=precise, side=side
-        )
-    sinks = "sinks" in spec.supports and problem.score is not None and problem.score.sinks
-    added = (*extras(problem.mask, side), *change.extras) if spec.masked else ()
-    drops = spec.draws(problem)
-    added += ((SINKS,) if sinks else ()) + ((DROPOUT,) if drops else ())
+    change = _change_of_scores(problem, spec)
     divided = spec.divides(problem)
-    in_keys = spec.values_in_keys(problem)
-    absent = [one.name for one in spec.tensors.values() if in_keys and one.alias]
-    arguments = Arguments.of(spec, config, problem.head_dims, added, bool(change.forward), absent)
+    arguments = _arguments(problem, config, spec, change)
     return {
         "header": _header(problem, config, spec, aligned, unit),
         "function": function,
@@ -203,21 +209,53 @@ def _context(
         ),
         "score": change,
         "pairs": problem.pair_lse,
-        "sinks": sinks,
-        "dropout": drops,
-        "needs_log2_e": problem.pair_lse or sinks,
+        "sinks": _has_sinks(problem, spec),
+        "dropout": spec.draws(problem),
+        "needs_log2_e": problem.pair_lse or _has_sinks(problem, spec),
         "tests_tile": spec.panel == "writes",
         "paged": "pages" in spec.supports,
         "divided": divided,
         "usual_tiles": usual_tiles(problem, config) if divided else 0,
         "filling": FILLING,
-        "values_in_keys": in_keys,
+        "values_in_keys": spec.values_in_keys(problem),
         "tile_heads": tile_heads(config, problem.group_size),
         "stays": side,
         "in_part": spec.loop.in_part,
         "helper": Helper,
+        "specialised": spec.specialised,
+        "launched_warps": launched_warps(config, specialised=spec.specialised),
+        "decorator": "@gluon.jit" if spec.specialised else "@triton.jit",
+        "stay": STAY,
+        "tanh": TANH,
         "chunked": _chunked,
     }
+
+
+def _change_of_scores(problem: AttentionProblem, spec: KernelSpec) -> ScoreSource:
+    if "scores" not in spec.supports:
+        return ScoreSource()
+    return score_source(
+        problem.score,
+        trains="training" in spec.supports,
+        precise=problem.dtype == "fp32",
+        side=spec.stationary,
+        tanh="_tanh" if spec.specialised else "",
+    )
+
+
+def _arguments(
+    problem: AttentionProblem, config: TileConfig, spec: KernelSpec, change: ScoreSource
+) -> Arguments:
+    added = (*extras(problem.mask, spec.stationary), *change.extras) if spec.masked else ()
+    added += (SINKS,) if _has_sinks(problem, spec) else ()
+    added += (DROPOUT,) if spec.draws(problem) else ()
+    in_keys = spec.values_in_keys(problem)
+    absent = [one.name for one in spec.tensors.values() if in_keys and one.alias]
+    return Arguments.of(spec, config, problem.head_dims, added, bool(change.forward), absent)
+
+
+def _has_sinks(problem: AttentionProblem, spec: KernelSpec) -> bool:
+    return "sinks" in spec.supports and problem.score is not None and problem.score.sinks
 
 
 def _header(

@@ -12,34 +12,25 @@ import sympy as sp
 
 from tilegen.explaining.records import Formula
 from tilegen.kernels.config import Kernel
-from tilegen.kernels.panels import SCORE_WIDTH, panels_per_group
 from tilegen.kernels.registry import KERNELS
 from tilegen.model.bounds import bound_values, inputs_once
 from tilegen.model.dram import Levels, Order, sweeps
-from tilegen.model.splits import splits_of
 from tilegen.model.symbols import (
-    A_w,
-    B_e,
     C,
     F,
     H_kv,
     T_h,
-    T_s,
     V_kv,
     V_q,
-    W_q,
-    W_s,
+    by_symbol,
     g,
-    g_t,
     h_t,
     n_kv,
-    n_p,
     n_q,
-    n_s,
     n_w,
     nnz,
 )
-from tilegen.model.traffic import terms_of, total_bytes
+from tilegen.model.traffic import terms_of, total_bytes, values_of
 from tilegen.model.visits import visits
 from tilegen.task import Tiled
 
@@ -110,21 +101,8 @@ def dram_bytes(kernel: Kernel, values_in_keys: bool, pairs: bool) -> sp.Expr:
 
 def kernel_values(tiled: Tiled) -> SymbolValues:
     """Return the values of the symbols in the formulas of a kernel's traffic and bounds."""
-    task, problem, config = tiled.task, tiled.problem, tiled.config
-    width = task.spec.returned(config) or SCORE_WIDTH
-    counts, splits = visits(tiled), splits_of(tiled)
-    return bound_values(task) | {
-        V_kv: counts.rows,
-        V_q: counts.rows,
-        W_q: counts.row_steps,
-        A_w: counts.cells,
-        T_s: -(-problem.seqlen_kv // width),
-        n_p: panels_per_group(problem.group_size, problem.seqlen_q, task.panel_rows),
-        B_e: config.block_d or 1,
-        W_s: splits.rows,
-        n_s: splits.count,
-        g_t: splits.tiles_of_group,
-    }
+    counted = values_of(tiled, panel_rows=tiled.task.panel_rows)
+    return bound_values(tiled.task) | by_symbol(counted)
 
 
 def level_values(tiled: Tiled, levels: Levels) -> SymbolValues:

@@ -21,6 +21,7 @@ from tilegen.kernels.registry import KERNELS, direction_of
 from tilegen.kernels.spec import Direction
 from tilegen.model.bounds import bound_values, bounds_of
 from tilegen.model.symbols import (
+    UNMASKED,
     B_c,
     B_e,
     B_p,
@@ -34,7 +35,7 @@ from tilegen.model.symbols import (
     n,
     nnz,
 )
-from tilegen.model.traffic import ACCUMULATOR_BYTES, UNMASKED
+from tilegen.model.traffic import ACCUMULATOR_BYTES
 from tilegen.model.visits import visits_of
 from tilegen.plots import check_file, save
 from tilegen.problem import AttentionProblem

@@ -14,6 +14,7 @@ from tilegen.device import Device
 from tilegen.emit.identity import template_digest
 from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Kernel
+from tilegen.kernels.spec import Direction
 from tilegen.problem import AttentionProblem
 from tilegen.store.record import slug
 from tilegen.store.trials import Conditions
@@ -64,18 +65,26 @@ class Job:
 def jobs_of(
     problems: Iterable[AttentionProblem], gpu: Device, kernels: Sequence[Kernel] | None = None
 ) -> list[Job]:
-    """List the jobs of problems on a device, each once; by default for all kernels they need, of a
-    processor those with more than one tile."""
+    """List the jobs of problems on a device, each once.
+
+    By default for all kernels that they need: of a problem with one query those of the forward, and
+    on a processor those with more than one tile.
+    """
     jobs = [
         Job(gpu=gpu, kernel=kernel, problem=problem.bucket)
         for problem in problems
-        for kernel in kernels or kernels_of(problem, gpu)
+        for kernel in kernels or kernels_of(problem, gpu, _trained(problem))
     ]
     if not kernels and not isinstance(gpu, GpuSpec):
-        from tilegen.choose.on_cpu import may_tune  # loads SymPy
+        from tilegen.choose.on_cpu import may_tune  # loads the model
 
         jobs = [job for job in jobs if may_tune(job.task)]
     return list({job.study: job for job in jobs}.values())
+
+
+def _trained(problem: AttentionProblem) -> Direction | None:
+    """Return `forward` for a step of decoding, which has no backward; otherwise None."""
+    return "forward" if problem.seqlen_q == 1 else None
 
 
 def read_problems(catalogue: Sequence[str]) -> list[AttentionProblem]:

@@ -38,8 +38,8 @@ class Argument:
     taken: Taken
     axis: int = 0
     """The dimension of a stride or a size; the columns of a descriptor's tiles."""
-    rows: str = ""
-    """The knob with the rows of a descriptor's tiles."""
+    rows: int = 0
+    """The rows of a descriptor's tiles."""
 
     def type_for(self, dtype: str) -> str:
         """Return the argument's Triton type for a problem's dtype."""

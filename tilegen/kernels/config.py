@@ -25,6 +25,8 @@ NUM_WARPS = (4, 8)
 NUM_STAGES = (1, 2, 3, 4)
 HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
 SPLITS = tuple(1 << i for i in range(4, 25))
+ROWS_OF_GROUP, WARPS_OF_GROUP = 64, 4
+"""Query rows of a computing warpgroup, in kernels whose warpgroups have roles, and its warps."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,8 @@ def _option(letter: str, *allowed: int, default: Any = MISSING, **facts: Any) ->
     return field(default=default, metadata={"option": Option(letter, allowed, **facts)})
 
 
-LETTERS = "mhndkwst"
+_HAS_ROLES = "specialised", "has the same role for all warps"
+LETTERS = "mhndkwstpu"
 """The letters of the knobs in the order of the notation."""
 _FORCED = ("block_m", "block_n", "num_warps", "num_stages")
 """Knobs that are always written."""
@@ -67,8 +70,8 @@ _FORCED = ("block_m", "block_n", "num_warps", "num_stages")
 class TileConfig:
     """The tiles and launch options of a kernel. Prints as the call that recreates it."""
 
-    block_m: int = _option("m", *FEW_ROWS, *BLOCK_SIZES, is_tile=True)
-    """Query rows per tile."""
+    block_m: int = _option("m", *FEW_ROWS, *BLOCK_SIZES, 3 * ROWS_OF_GROUP, is_tile=True)
+    """Query rows per tile; 192 are the rows of three warpgroups."""
     block_n: int = _option("n", *FEW_ROWS, *BLOCK_SIZES, is_tile=True)
     """Key-value rows per tile. In kernels that join splits: splits per step. In the preprocess
     kernel, which reads no keys: 16."""
@@ -76,8 +79,9 @@ class TileConfig:
         "d", 0, *BLOCK_SIZES, default=0, is_tile=True, needs=(("sliced", "holds head dims whole"),)
     )
     """Columns of a head-dim slice; 0 for kernels that hold head dims whole."""
-    num_warps: int = _option("w", 1, 2, 4, 8, 16, default=4)
-    """Warps per program, Triton's option."""
+    num_warps: int = _option("w", 1, 2, 4, 8, 12, 16, default=4)
+    """Warps per program, Triton's option. In kernels whose warpgroups have roles, those that
+    compute: Triton's option is then the four of the first role (`launched_warps`)."""
     num_stages: int = _option("s", 1, 2, 3, 4, 5, 6, default=2)
     """Software pipeline depth, Triton's option."""
     descriptors: bool = _option(
@@ -97,6 +101,12 @@ class TileConfig:
     )
     """Rows per split: of keys, or of queries if keys are stationary. Each split has its own
     programs. 0: not split."""
+    persistent: int = _option("p", 0, 78, 114, 132, default=0, needs=(_HAS_ROLES,))
+    """Programs that compute one tile of rows after another, as many as the GPU has SMs. 0: each
+    tile has its own program."""
+    turns: bool = _option("u", False, True, default=False, needs=(_HAS_ROLES,))
+    """True if two computing warpgroups issue their matrix products in turn, so that the softmax of
+    one runs during the products of the other."""
 
     def __post_init__(self) -> None:
         for name, option in OPTIONS.items():
@@ -113,6 +123,11 @@ class TileConfig:
     def rows(self) -> int:
         """Rows of a tile of scores: the query rows of all its heads."""
         return self.block_m * self.heads
+
+    @property
+    def consumers(self) -> int:
+        """Computing warpgroups of a program, in kernels whose warpgroups have roles."""
+        return self.block_m // ROWS_OF_GROUP
 
     @property
     def values(self) -> dict[str, Any]:
@@ -190,6 +205,11 @@ def shares_columns(head_dim_qk: int, head_dim_v: int) -> bool:
     if head_dim_v == head_dim_qk:
         return True
     return keys[: len(values)] == values and sum(values) == head_dim_v < head_dim_qk
+
+
+def launched_warps(config: TileConfig, *, specialised: bool) -> int:
+    """Return Triton's option num_warps: the warps of the first role, if warpgroups have roles."""
+    return WARPS_OF_GROUP if specialised else config.num_warps
 
 
 def threads_of(arch: str, num_warps: int) -> int:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tilegen.kernels.arguments import Argument, Line
-from tilegen.kernels.config import Dim, TileConfig, head_dim_chunks
+from tilegen.kernels.config import ROWS_OF_GROUP, Dim, TileConfig, head_dim_chunks
 from tilegen.kernels.spec import KernelSpec
 
 if TYPE_CHECKING:
@@ -62,16 +62,17 @@ def described_lines(
             first.append(address)
             continue
         tile = "block_n" if spec.tensors[tensor].side == "columns" else "block_m"
+        rows = ROWS_OF_GROUP if spec.specialised and tile == "block_m" else getattr(config, tile)
         dim = spec.tensors[tensor].head_dim
         pieces = head_dim_chunks(head_dims[dim]) if dim else ()
         first += [
             Argument(
                 f"{tensor}_desc" + (f"_{i}" if len(pieces) > 1 else ""),
-                f"tensordesc<element[1, 1, {getattr(config, tile)}, {width}]>",
+                f"tensordesc<element[1, 1, {rows}, {width}]>",
                 tensor,
                 "descriptor",
                 width,
-                tile,
+                rows,
             )
             for i, width in enumerate(pieces)
         ]
@@ -80,5 +81,6 @@ def described_lines(
         for line in others
         if not (line.arguments[0].taken == "stride" and line.arguments[0].of in spec.described)
     ]
-    left[0] = replace(left[0], why=others[0].why)
+    if others[0].arguments[0].taken == "stride" == left[0].arguments[0].taken:
+        left[0] = replace(left[0], why=others[0].why)
     return [replace(addresses, arguments=tuple(first)), *left]

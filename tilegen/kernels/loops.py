@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from math import sqrt
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 
 from tilegen.kernels.config import Dim, TileConfig, head_dim_chunks
@@ -38,20 +37,23 @@ class Product:
     already read by another product of the step."""
     scores: bool = False
     """True if the result is a tile of scores, or of their gradients, that another product reads."""
+    times: int = 1
+    """Number of products like this one in a step."""
 
     @property
     def multiply_adds(self) -> int:
-        """Multiply-adds of the product."""
+        """Multiply-adds of one product."""
         return self.rows * self.columns * self.depth
 
     def operands_of_thread(self, threads: int) -> float:
         """Count the operand words of a thread whose part of the result is an equal square."""
-        return 2 * self.depth * sqrt(self.rows * self.columns / threads)
+        return 2 * self.depth * (self.rows * self.columns / threads) ** 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """The work of one step; sizes in rows, columns and words of the problem's dtype."""
+    """The work of one step; sizes in rows, columns and words of the problem's dtype. They are
+    arrays if the knobs of the config are."""
 
     rows: int
     """Rows of the stationary tile."""
@@ -96,7 +98,7 @@ class Step:
     @property
     def multiply_adds(self) -> int:
         """Multiply-adds of all products."""
-        return sum(one.multiply_adds for one in self.products)
+        return sum(one.times * one.multiply_adds for one in self.products)
 
     @property
     def result_words(self) -> int:
@@ -274,11 +276,13 @@ class Sliced(_Loop):
 
     def _streamed(self, problem: AttentionProblem, rows: int, columns: int, depth: int) -> Step:
         slices, values = -(-problem.head_dim_qk // depth), chunks(problem.head_dim_v)
-        products = [Product(rows, columns, depth, scores=True)] * slices
         return Step(
             rows=rows,
             columns=columns,
-            products=(*products, Product(rows, sum(values), columns, rows_in_shared=False)),
+            products=(
+                Product(rows, columns, depth, scores=True, times=slices),
+                Product(rows, sum(values), columns, rows_in_shared=False),
+            ),
             results=values,
             score_tiles=1,
             scores=rows * columns,

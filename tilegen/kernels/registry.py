@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING
 
 from tilegen.errors import Unsupported
 from tilegen.kernels import q_stationary, two_pass
-from tilegen.kernels.config import BLOCK_SIZES, OPTIONS, Family, Kernel, TileConfig
+from tilegen.kernels.config import (
+    BLOCK_SIZES,
+    OPTIONS,
+    ROWS_OF_GROUP,
+    WARPS_OF_GROUP,
+    Family,
+    Kernel,
+    TileConfig,
+)
 from tilegen.kernels.moved import Moved
 from tilegen.kernels.spec import Direction, FamilySpec, KernelSpec
 
@@ -21,6 +29,7 @@ MODULES = (
     "q_stationary",
     "split_kv",
     "q_streamed",
+    "hopper_forward",
     "two_pass",
     "split_backward",
     "small_cache",
@@ -107,6 +116,17 @@ def tile_heads(config: TileConfig, group_size: int) -> int:
     return min(config.heads, group_size)
 
 
+def why_no_roles(config: TileConfig) -> str:
+    """Return the reason why warpgroups cannot have roles under a config; empty if they can."""
+    if config.num_warps != WARPS_OF_GROUP * config.consumers:
+        return f"has w{WARPS_OF_GROUP} for each {ROWS_OF_GROUP} query rows"
+    if not config.descriptors:
+        return "loads all tiles through tensor descriptors: add t"
+    if config.turns and config.consumers != 2:
+        return f"has turns of two warpgroups: leave u out, or use m{2 * ROWS_OF_GROUP}"
+    return ""
+
+
 def check_config(config: TileConfig, kernel: Kernel) -> None:
     """Check that a kernel can have a config. Raises Unsupported."""
     spec = KERNELS[kernel]
@@ -115,6 +135,8 @@ def check_config(config: TileConfig, kernel: Kernel) -> None:
         for fact, why in option.needs:
             if not getattr(spec, fact):
                 raise Unsupported(f"{kernel} {why}; remove {option.letter} from {config.key}")
+    if spec.specialised and (reason := why_no_roles(config)):
+        raise Unsupported(f"{kernel} {reason}, got {config.key}")
     at = 0 if spec.split_name == "split_q" else 1
     size, rows = ((config.block_m, "queries"), (config.block_n, "keys"))[at]
     if spec.parts and (not config.split_kv or config.split_kv % size):
@@ -127,7 +149,8 @@ def check_config(config: TileConfig, kernel: Kernel) -> None:
     for name, value in values.items():
         allowed = getattr(spec.knobs, name)
         least = BLOCK_SIZES[0]
-        is_free = not (spec.sliced or spec.parts or max(allowed) < least) and value >= least
+        is_free = not (spec.sliced or spec.parts or max(allowed) < least) and value in BLOCK_SIZES
+        is_free &= not spec.specialised
         # Tiles of few rows are for CPUs, which compute only the rows that exist.
         is_free |= name == "block_m" and spec.packs and value < least
         if value not in allowed and not is_free:

@@ -91,6 +91,11 @@ class KernelSpec:
     """The kernel whose fitted constants (instructions, buffers) to use; empty: its own."""
     requires: tuple[str, ...] = ()
     """Architectures that the kernel needs, such as sm_90; empty: any architecture."""
+    specialised: bool = False
+    """True for a kernel in Gluon whose warpgroups have roles: one loads all tiles through tensor
+    descriptors, each other one computes ROWS_OF_GROUP query rows."""
+    head_dims: tuple[tuple[int, int], ...] = ()
+    """The head dims (of q and k, of v) that the kernel serves; empty: any."""
     folder: Path | None = None
     """The folder of the kernel's template; None: tilegen's templates."""
 
@@ -234,6 +239,19 @@ class KernelSpec:
         """Score tiles that are live together, at least 1."""
         return self.loop.score_tiles
 
+    def why_not(self, problem: AttentionProblem) -> str:
+        """Return the reason why the kernel does not serve head dims, dtype or mask of a problem;
+        empty if it does."""
+        dims = problem.head_dim_qk, problem.head_dim_v
+        if self.head_dims and dims not in self.head_dims:
+            served = ", ".join(f"{qk}/{v}" for qk, v in self.head_dims)
+            return f"{self.name} serves head dims {served}, not {dims[0]}/{dims[1]}"
+        if self.specialised and problem.dtype == "fp32":
+            return f"{self.name} needs fp16 or bf16: tensor cores do not compute IEEE fp32"
+        if self.specialised and problem.mask.apart == "pairs":
+            return f"{self.name} does not keep NaN of other documents from rows"
+        return ""
+
     def step(self, problem: AttentionProblem, config: TileConfig) -> Step:
         """Return the work of one step of the inner loop."""
         return self.loop.step(problem, config, self.loaded(problem), self.outputs)
@@ -303,6 +321,9 @@ class FamilySpec:
     for_cpus: bool = False
     """True if nobody has timed the family on a GPU. Such a family is neither ranked nor proposed
     for GPUs."""
+    by_record: bool = False
+    """True if the family is used only where measured times say so, or if TILEGEN_HOPPER=1 is set.
+    It is neither ranked nor proposed: a kernel that waits for ever would stop a GPU."""
     library: Backend | None = None
     """A library that was measured to be faster. It computes the calls that it supports; the kernels
     compute the others."""
@@ -328,6 +349,8 @@ class FamilySpec:
         for kernel in self.kernels:
             if kernel.requires and arch not in kernel.requires:
                 return f"{kernel.name} needs {' or '.join(kernel.requires)}, not {arch}"
+            if reason := kernel.why_not(problem):
+                return reason
         needs = _needs(problem, self.direction)
         if missing := needs - self.supports:
             return f"{self.name} {_LACKS[min(missing)]}"

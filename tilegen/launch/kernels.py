@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from tilegen import bundles, cpu, pipeline
+from tilegen.choose.choice import Choice
 from tilegen.cpu import runs_compiled
-from tilegen.disk import log
 from tilegen.environment import current, using
 from tilegen.errors import Unsupported
 from tilegen.gpus.spec import ASSUMED, GpuSpec, detect, gpu
@@ -23,10 +23,9 @@ from tilegen.kernels.panels import Launch, rows_for
 from tilegen.kernels.spec import Direction, FamilySpec
 from tilegen.kernels.split_kv import Requests
 from tilegen.launch.binding import BoundKernel
-from tilegen.launch.bound_module import bound_kernel, bound_module
+from tilegen.launch.bound_module import bound_kernel
 from tilegen.launch.changes import Changes, Gradients, Wanted
 from tilegen.launch.libraries import Library
-from tilegen.masks.apart import apart
 from tilegen.masks.form import Shape
 from tilegen.masks.tensors import score_tensors, tensors_of
 from tilegen.problem import AttentionProblem
@@ -185,7 +184,7 @@ class Kernels:
             reads |= score_tensors(changes.captured, None, gradients)
             launches = self._completed(pass_, changes, reads, q, k)
         delta = passes.delta_of(launches, out, dout)
-        if wanted.sinks and apart(self.problem.mask) == "pairs":
+        if wanted.sinks and self.problem.mask.apart == "pairs":
             # 0 times NaN: rows beyond all documents reach no sink.
             delta.masked_fill_(~out.any(-1), 0.0)
         if dlse is not None:  # d lse / d s = p: the same as subtracting dlse from delta
@@ -232,7 +231,6 @@ class Kernels:
             family = passes.family_of(served, direction)
             return self._pass(direction, family, served, panel_rows=1, readable=(torch.int32,))
         from tilegen.cpus.host import current_cpu
-        from tilegen.emit.render import render  # loads Jinja
 
         problem = self._problems[direction]
         if reason := cpu.why_not_compiled():
@@ -245,13 +243,7 @@ class Kernels:
         chosen = pipeline.choose(
             problem, current_cpu(), direction, aligned=self.aligned, may_tune=True
         )
-        kernels: dict[Kernel, BoundKernel] = {}
-        for kernel, choice in chosen.items():
-            log.debug("%s for '%s': %s, from %s", kernel, problem, choice.config, choice.source)
-            rendered = render(problem, choice.config, kernel, aligned=self.aligned)
-            kernels[kernel] = bound_kernel(rendered, self.device)
-        family = passes.family_of(kernels, direction)
-        return self._pass(direction, family, kernels, panel_rows=1)
+        return self._pass(direction, *self._bound(chosen, direction), panel_rows=1)
 
     def _for_gpu(self, direction: Direction) -> Pass:
         problem, spec = self._problems[direction], _spec(self.device)
@@ -268,14 +260,16 @@ class Kernels:
             may_tune=self._on_gpu,
             may_compile=self._on_gpu,
         )
-        where: Any = {"aligned": self.aligned, "device": self.device}
-        kernels = {
-            kernel: bound_module(module, problem, kernel, chosen[kernel].config, **where)
-            for kernel, module in pipeline.load(chosen, aligned=self.aligned).items()
-        }
-        family = passes.family_of(kernels, direction)
         library = Library.of(next(iter(chosen.values())))
-        return self._pass(direction, family, kernels, panel_rows=rows, library=library)
+        bound = self._bound(chosen, direction)
+        return self._pass(direction, *bound, panel_rows=rows, library=library)
+
+    def _bound(
+        self, chosen: Mapping[Kernel, Choice], direction: Direction
+    ) -> tuple[FamilySpec, dict[Kernel, BoundKernel]]:
+        emitted = pipeline.emit(chosen, aligned=self.aligned)
+        kernels = {kernel: bound_kernel(one, self.device) for kernel, one in emitted.items()}
+        return passes.family_of(kernels, direction), kernels
 
     def _pass(
         self,

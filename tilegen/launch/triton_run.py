@@ -12,12 +12,11 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilegen.compiling.triton_cache import written
 from tilegen.disk import log
 from tilegen.emit.identity import VECTOR_BYTES
-from tilegen.kernels.config import TileConfig
+from tilegen.kernels.config import TileConfig, launched_warps
 from tilegen.launch.launcher import Described, Run, by_address
 from tilegen.parsing import collection_paused
 from tilegen.private_triton import (
@@ -46,21 +45,33 @@ class TritonRun:
     usual: Run | None = None
     """Launches usual arguments, and passes on others: see _USUAL."""
 
-    def __init__(self, module: ModuleType, jitted: Any, config: TileConfig, aligned: bool) -> None:
-        """`jitted` is the `@triton.jit` function that the module's own `run` launches. `aligned` is
-        True if Triton compiles another kernel for addresses that are no multiples of 16 bytes."""
+    def __init__(
+        self,
+        module: ModuleType,
+        jitted: Any,
+        config: TileConfig,
+        aligned: bool,
+        *,
+        specialised: bool = False,
+    ) -> None:
+        """`jitted` is the function that the module's own `run` launches. `aligned` is True if
+        Triton compiles another kernel for addresses that are no multiples of 16 bytes,
+        `specialised` if warpgroups have roles."""
         self._own: Run = module.run
         self._jitted = jitted
         self._aligned = aligned
         self._options = dict(
-            num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=True
+            num_warps=launched_warps(config, specialised=specialised),
+            num_stages=config.num_stages,
+            enable_fp_fusion=True,
         )
+        self._describe = vars(module).get("TensorDescriptor")
         self._known: dict[tuple[Any, ...], Any] = {}
         self._lock = Lock()  # Triton loads a kernel in two steps: not thread-safe
 
     def start(self, grid: int, arguments: list[Any], device: torch.device) -> Run | None:
         """Launch the kernel for any arguments; return the launch of usual ones."""
-        given = [_shown(x) for x in arguments]
+        given = [self._shown(x) if isinstance(x, Described) else x for x in arguments]
         try:
             compiled = self._compiled(grid, given)
             launch, kernel, metadata = launch_of(compiled)
@@ -80,6 +91,11 @@ class TritonRun:
         values = (x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments)
         launch(grid, 1, 1, stream, kernel, metadata, details, *hooks, *values)
         return self.usual
+
+    def _shown(self, x: Described) -> Any:
+        """Return a descriptor in the form that Triton compiles for."""
+        assert self._describe is not None
+        return self._describe(x.base, x.shape, x.strides, x.block_shape)
 
     def _compiled(self, grid: int, given: list[Any]) -> Any:
         """Return the kernel for arguments like these. Triton compiles it, or reads its cache."""
@@ -122,11 +138,3 @@ class TritonRun:
             hooks=knobs.runtime,
             stream=current_stream(),
         )
-
-
-def _shown(argument: Any) -> Any:
-    """Return an argument in the form that Triton compiles for."""
-    if not isinstance(argument, Described):
-        return argument
-    x = argument
-    return TensorDescriptor(x.base, x.shape, x.strides, x.block_shape)

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from tilegen.masks.form import Apart
-from tilegen.masks.mask import Mask
 from tilegen.masks.tiles.spans import visit
 from tilegen.masks.usual import UNLISTED
 
@@ -21,13 +19,6 @@ if TYPE_CHECKING:
 Guard = Literal["", "end", "pairs"]
 
 
-def apart(mask: Mask) -> Apart:
-    """Return the dropped pairs whose NaN must not reach the results."""
-    if _holds_documents(mask):
-        return "pairs"
-    return "keys" if any(_apart(part) == "keys" for part in mask.conjuncts) else ""
-
-
 def guard_of(problem: AttentionProblem, spec: KernelSpec) -> Guard:
     """Choose how a kernel keeps NaN of dropped pairs from other pairs: by the interval of keys that
     a tile may see ("end"), by checking each tile ("pairs"), or not at all.
@@ -36,18 +27,10 @@ def guard_of(problem: AttentionProblem, spec: KernelSpec) -> Guard:
     part of the code on which the order of sums depends.
     """
     mask = problem.mask
-    kind = apart(mask) if spec.masked else ""
+    kind = mask.apart if spec.masked else ""
     is_shared = spec.masked and ("pages" in spec.supports or spec.keeps_order(problem))
     if kind == "pairs" or not (kind or is_shared):
         return kind
     is_interval = visit(mask, spec.stationary).strategy == "single"
     is_interval &= all(part.form is not UNLISTED for part in mask.conjuncts)
     return "end" if is_interval or spec.stationary == "columns" else "pairs"
-
-
-def _apart(mask: Mask) -> Apart:
-    return "" if mask.form.apart is None else mask.form.apart(*mask.args)
-
-
-def _holds_documents(mask: Mask) -> bool:
-    return _apart(mask) == "pairs" or any(map(_holds_documents, mask.parts))

@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from tilegen.errors import InvalidProblem, Unsupported
-from tilegen.masks.form import CAUSAL, FULL, WINDOW, Condition, Form, Shape, Side, Window
+from tilegen.masks.form import CAUSAL, FULL, WINDOW, Apart, Condition, Form, Shape, Side, Window
 from tilegen.masks.made import follows_of, is_traced, noted
 from tilegen.masks.plain import plain_number
 from tilegen.masks.tables import OfTables
@@ -107,6 +107,21 @@ class Mask(OfTables):
     def conjuncts(self) -> tuple[Mask, ...]:
         """The masks that must all keep a pair: the parts of an `&`, or the mask itself."""
         return self.parts if self.form is AND else (self,)
+
+    @property
+    def apart(self) -> Apart:
+        """The dropped pairs whose NaN must not reach the results."""
+        if self._holds_documents:
+            return "pairs"
+        return "keys" if any(part._apart == "keys" for part in self.conjuncts) else ""
+
+    @property
+    def _apart(self) -> Apart:
+        return "" if self.form.apart is None else self.form.apart(*self.args)
+
+    @property
+    def _holds_documents(self) -> bool:
+        return self._apart == "pairs" or any(part._holds_documents for part in self.parts)
 
     def shape_of_parts(self, shape: Shape) -> Shape:
         """Return the shape within which the parts are evaluated, for the shape of a call."""

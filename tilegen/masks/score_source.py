@@ -48,10 +48,11 @@ class ScoreSource:
 
 
 def score_source(
-    form: ScoreForm | None, *, trains: bool, precise: bool, side: Side = "rows"
+    form: ScoreForm | None, *, trains: bool, precise: bool, side: Side = "rows", tanh: str = ""
 ) -> ScoreSource:
     """Return the source of a score change; with `trains` that of the gradients of what it reads.
-    `precise` is for fp32 inputs: other inputs are rounded by more than a quick tanh errs.
+    `precise` is for fp32 inputs: other inputs are rounded by more than a quick tanh errs. `tanh`
+    names a function of the kernel that the changed score uses.
 
     Tiles hold the `side` that stays along axis 0: queries, or with "columns" keys.
     """
@@ -70,7 +71,7 @@ def score_source(
         if not _is_one(factor):
             wanted[f"factor{i}"] = factor
         wanted[f"element{i}"] = element
-    forward = _writer(form, precise)
+    forward = _writer(form, precise, tanh)
     changed = _as_tile(forward.sources({"s": value})["s"], value)
     backward = _writer(form, precise)
     sources = backward.sources(wanted)
@@ -116,10 +117,11 @@ def _as_tile(source: str, value: Expr) -> str:
     return source if S in value.free else f"tl.zeros_like(s) + ({source})"
 
 
-def _writer(form: ScoreForm, precise: bool) -> Writer:
+def _writer(form: ScoreForm, precise: bool, tanh: str = "") -> Writer:
     # `check_sizes` answers for heads and batches, before the launch.
     checked = [(slot, name) for slot in range(len(form.captured)) for name in ("batch", "head")]
-    return Writer(NAMES, Loads(form.elements, letter="c", inside=checked), precise=precise)
+    loads = Loads(form.elements, letter="c", inside=checked)
+    return Writer(NAMES, loads, precise=precise, tanh=tanh)
 
 
 def _check_indices(form: ScoreForm, value: Expr) -> None:

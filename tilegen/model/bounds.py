@@ -9,42 +9,34 @@ with M words each, which multiplies the additive term by P and changes nothing e
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import cache
-from typing import Any
-
-import sympy as sp
+from typing import TYPE_CHECKING, Literal
 
 from tilegen.kernels.config import Kernel
+from tilegen.kernels.moved import Moved
 from tilegen.kernels.registry import FLOORS, KERNELS
 from tilegen.kernels.spec import Direction
+from tilegen.model.formulas import computed, expression
 from tilegen.model.mask_size import size_of
-from tilegen.model.subgrids import spanned_by_all_heads, subgrids
-from tilegen.model.symbols import (
-    H_kv,
-    M,
-    N,
-    N_kv,
-    N_q,
-    P,
-    d,
-    d_qk,
-    d_v,
-    e,
-    g,
-    k,
-    n_kv,
-    n_q,
-    nnz,
-    u,
-    w,
-    w_b,
-)
-from tilegen.model.traffic import Term, terms, total_bytes, total_words
+from tilegen.model.subgrids import SPANNED, subgrids
+from tilegen.model.traffic import Term, bytes_moved, terms, total_bytes, total_words
 from tilegen.task import KernelTask, PassTask
+
+if TYPE_CHECKING:
+    import sympy as sp
 
 # --------------------------------------------------------------------------------------------------
 # Theorems of the papers: complexities of one head, without constants
+
+
+LARGE_CACHE = {
+    "forward": "N**2*d**2/M",
+    "backward": "(N**2*d**2 + N*d**3)/M",
+}
+SMALL_CACHE = {
+    "forward": "N**2*d/sqrt(M)",
+    "backward": "(N**2*d + N*d**2)/sqrt(M)",
+}
 
 
 def large_cache_complexity(direction: Direction) -> sp.Expr:
@@ -54,7 +46,7 @@ def large_cache_complexity(direction: Direction) -> sp.Expr:
     (upper). Backward: Li et al., Theorems 4.1 and 4.2. `N d^3` is for the gradient of W_Q W_K^T,
     which a kernel that returns dQ, dK and dV does not compute.
     """
-    return N**2 * d**2 / M if direction == "forward" else (N**2 * d**2 + N * d**3) / M
+    return expression(LARGE_CACHE[direction])
 
 
 def small_cache_complexity(direction: Direction) -> sp.Expr:
@@ -63,7 +55,7 @@ def small_cache_complexity(direction: Direction) -> sp.Expr:
     Forward: Saha and Ye, Theorems 3.5 (upper, Algorithm 1) and 3.7 (lower). Backward: Li et al.,
     Theorems 4.3 (upper, Algorithm 6) and 4.4 (lower).
     """
-    return N**2 * d / sp.sqrt(M) if direction == "forward" else (N**2 * d + N * d**2) / sp.sqrt(M)
+    return expression(SMALL_CACHE[direction])
 
 
 def complexity(direction: Direction) -> sp.Expr:
@@ -72,11 +64,16 @@ def complexity(direction: Direction) -> sp.Expr:
     Saha and Ye, Theorem 3.1; Li et al., Theorem 1.1. The papers omit the term N d, for reading
     every input and writing every output once.
     """
-    return N * d + sp.Min(large_cache_complexity(direction), small_cache_complexity(direction))
+    return expression(f"N*d + Min({LARGE_CACHE[direction]}, {SMALL_CACHE[direction]})")
 
 
 # --------------------------------------------------------------------------------------------------
 # Lower bounds with constants, for a whole launch
+
+
+LARGEST = "Min(M**2/d_qk**2, 2*M*w*g/(d_qk*(g + 1)))"
+PARTITIONED = "M*(H_kv*g*nnz/({entries} + 4*M) - P)"
+PRODUCT = "2*H_kv*g*nnz*d_qk/sqrt(M) - H_kv*g*nnz - 2*M*P"
 
 
 def largest_subgrid() -> sp.Expr:
@@ -85,7 +82,7 @@ def largest_subgrid() -> sp.Expr:
     I query rows and J key rows, I + J = 2M/d, span at most I J entries. If a mask keeps at most w
     in a row or column, and g query heads share each key row, they span at most min(I w, J g w).
     """
-    return sp.Min(M**2 / d_qk**2, 2 * M * w * g / (d_qk * (g + 1)))
+    return expression(LARGEST)
 
 
 def partition_bound() -> sp.Expr:
@@ -100,13 +97,13 @@ def partition_bound() -> sp.Expr:
 def pattern_bound() -> sp.Expr:
     """Return LB1G in words: LB1 with `e_G(2M/d)`, the entries of the densest sub-grids of the mask,
     instead of an estimate by degrees. LB1G is never below LB1."""
-    return partitioned(spanned_by_all_heads().subs(k, 2 * M / d_qk))
+    return partitioned(expression(SPANNED, {"k": "2*M/d_qk"}))
 
 
 def partitioned(entries: sp.Expr) -> sp.Expr:
     """Return the bound in words if parts of the computation that touch 2M words complete at most
     `entries` entries each."""
-    return M * (H_kv * g * nnz / (entries + 4 * M) - P)
+    return expression(PARTITIONED.format(entries="entries"), entries=entries)
 
 
 def product_bound() -> sp.Expr:
@@ -116,46 +113,41 @@ def product_bound() -> sp.Expr:
     matrix product. A product moves 2 N_q N_kv d / sqrt(M) - 2 M words (Smith et al.). The kernel
     saves the first read of each entry. The argument counts products, so it holds under a mask too.
     """
-    entries = H_kv * g * nnz
-    return 2 * entries * d_qk / sp.sqrt(M) - entries - 2 * M * P
+    return expression(PRODUCT)
 
 
 def floor_terms(what: Kernel | Direction, *, values_in_keys: bool = False) -> tuple[Term, ...]:
     """Return the words that any schedule moves, per key-value head: inputs that affect the result,
     and all outputs. Values that are columns of the keys move with the keys."""
-    moved = FLOORS[what] if what in FLOORS else KERNELS[what].floor
-    return terms(moved, values_in_keys=values_in_keys)
+    return terms(_floor(what), values_in_keys=values_in_keys)
+
+
+def _floor(what: Kernel | Direction) -> tuple[Moved, ...]:
+    return FLOORS[what] if what in FLOORS else KERNELS[what].floor
 
 
 def inputs_once(kernel: Kernel, *, values_in_keys: bool = False) -> sp.Expr:
     """Return the bytes of the inputs that affect a kernel's result, each read once."""
     moved = floor_terms(kernel, values_in_keys=values_in_keys)
-    return H_kv * total_bytes(term for term in moved if term.direction == "read")
+    return expression("H_kv") * total_bytes(term for term in moved if term.direction == "read")
 
 
 def bytes_of_inputs(task: KernelTask) -> int:
     """Compute `inputs_once` for a task."""
-    size, problem = size_of(task), task.problem
-    dims = problem.head_dim_qk, problem.head_dim_v, problem.element_bytes
-    inputs = _inputs(task.kernel, task.values_in_keys)
-    return int(inputs(task.heads_kv, problem.group_size, size.rows, size.columns, *dims))
-
-
-@cache
-def _inputs(kernel: Kernel, values_in_keys: bool) -> Callable[..., Any]:
-    symbols = [H_kv, g, n_q, n_kv, d_qk, d_v, e]
-    once = inputs_once(kernel, values_in_keys=values_in_keys)
-    return sp.lambdify(symbols, once, modules="math")
+    formulas = _formulas(task.kernel, task.values_in_keys)
+    return int(computed({"read": formulas["read"]}, values_of(task))["read"])
 
 
 @cache
 def lower_bound(what: Kernel | Direction, *, values_in_keys: bool = False) -> sp.Expr:
     """Return max(LB1, LB1G, LB2, floor) in words. For a kernel that computes no scores, or reads or
     writes them, return the floor alone."""
-    floor = H_kv * total_words(floor_terms(what, values_in_keys=values_in_keys))
+    words = total_words(floor_terms(what, values_in_keys=values_in_keys))
+    floor = expression("H_kv") * words
     if _floor_alone(what):
         return floor
-    return sp.Max(partition_bound(), pattern_bound(), product_bound(), floor)
+    bounds = partition_bound(), pattern_bound(), product_bound()
+    return expression("Max(a, b, c, floor)", **dict(zip("abc", bounds, strict=True)), floor=floor)
 
 
 def _floor_alone(what: Kernel | Direction) -> bool:
@@ -166,8 +158,7 @@ def _floor_alone(what: Kernel | Direction) -> bool:
 def lower_bound_bytes(task: KernelTask | PassTask) -> int:
     """Compute the bytes that every algorithm for a kernel or pass must move on the device, in a
     whole launch."""
-    key = "lower bound", what_of(task), task.device
-    return task.memo.once(key, lambda: max(0, math.floor(max(each_bound(task).values()))))
+    return max(0, math.floor(max(each_bound(task).values())))
 
 
 def what_of(task: KernelTask | PassTask) -> Kernel | Direction:
@@ -183,58 +174,71 @@ def lower_bound_with(task: KernelTask, fast_bytes: int) -> int:
 def each_bound(task: KernelTask | PassTask, fast_bytes: int | None = None) -> dict[str, float]:
     """Compute the values of `bounds_of` for a whole launch [bytes]. `fast_bytes` replaces the
     device's fast memory."""
-    what, latent, values = what_of(task), task.problem.latent, bound_values(task)
+    values = values_of(task)
     if fast_bytes is not None:
-        values[M] = fast_bytes / task.problem.element_bytes
-    bounds = _evaluator(what, latent)(*(values[symbol] for symbol in _ARGUMENTS))
-    return dict(zip(bounds_of(what, values_in_keys=latent), map(float, bounds), strict=True))
+        values["M"] = fast_bytes / task.problem.element_bytes
+    formulas = _formulas(what_of(task), task.problem.latent)
+    bounds = computed(formulas, values)
+    return {name: float(bounds[name]) for name in formulas if name[0] == "L" or name == "floor"}
 
 
-def bound_values(task: KernelTask | PassTask) -> dict[sp.Symbol, float]:
-    """Return the values of the symbols in the bounds.
+@cache
+def _formulas(what: Kernel | Direction, values_in_keys: bool) -> dict[str, str]:
+    moved = _floor(what)
+    once = {way: bytes_moved(moved, way, in_keys=values_in_keys, pairs=False) for way in _WAYS}
+    bounds = {} if _floor_alone(what) else BOUNDS
+    return bounds | once | {"floor": "read + write"}
+
+
+_WAYS: tuple[Literal["read", "write"], ...] = ("read", "write")
+BOUNDS = {
+    "k": "2*M/d_qk",
+    "LB1": "e*" + PARTITIONED.format(entries=LARGEST),
+    "LB1G": "e*" + PARTITIONED.format(entries=SPANNED),
+    "LB2": f"e*({PRODUCT})",
+}
+"""The bounds in bytes, of kernels in which no scores leave the chip."""
+
+
+def values_of(task: KernelTask | PassTask) -> dict[str, float]:
+    """Return the values of the symbols in the bounds, by name.
 
     Slow memory is L2, fast memory everything on an SM: M = on_chip_bytes / element_bytes words.
     """
     problem, device, size = task.problem, task.device, size_of(task)
-    given = problem.mask, problem.seqlen_q, problem.seqlen_kv, problem.group_size
-    densest = task.memo.once("subgrids", lambda: subgrids(*given))
+    densest = subgrids(problem.mask, problem.seqlen_q, problem.seqlen_kv, problem.group_size)
     return {
-        H_kv: problem.batch * problem.num_heads_kv,
-        g: problem.group_size,
-        N_q: problem.seqlen_q,
-        N_kv: problem.seqlen_kv,
-        d_qk: problem.head_dim_qk,
-        d_v: problem.head_dim_v,
-        nnz: size.entries,
-        w: size.degree,
-        u: densest.per_row,
-        w_b: densest.width,
-        n_q: size.rows,
-        n_kv: size.columns,
-        M: device.on_chip_bytes / problem.element_bytes,
-        P: device.memories,
-        e: problem.element_bytes,
+        "H_kv": problem.batch * problem.num_heads_kv,
+        "g": problem.group_size,
+        "N_q": problem.seqlen_q,
+        "N_kv": problem.seqlen_kv,
+        "d_qk": problem.head_dim_qk,
+        "d_v": problem.head_dim_v,
+        "nnz": size.entries,
+        "w": size.degree,
+        "u": densest.per_row,
+        "w_b": densest.width,
+        "n_q": size.rows,
+        "n_kv": size.columns,
+        "M": device.on_chip_bytes / problem.element_bytes,
+        "P": device.memories,
+        "e": problem.element_bytes,
     }
+
+
+def bound_values(task: KernelTask | PassTask) -> dict[sp.Symbol, float]:
+    """Return the values of the symbols in the bounds."""
+    from tilegen.model.symbols import by_symbol  # loads SymPy
+
+    return by_symbol(values_of(task))
 
 
 @cache
 def bounds_of(what: Kernel | Direction, *, values_in_keys: bool = False) -> dict[str, sp.Expr]:
     """Return LB1, LB1G, LB2 and the floor in bytes of a whole launch; the largest applies."""
     moved = floor_terms(what, values_in_keys=values_in_keys)
-    floor = {"floor": H_kv * total_bytes(moved)}
+    floor = {"floor": expression("H_kv") * total_bytes(moved)}
     if _floor_alone(what):
         return floor
     bounds = {"LB1": partition_bound(), "LB1G": pattern_bound(), "LB2": product_bound()}
-    return {name: e * bound for name, bound in bounds.items()} | floor
-
-
-_ARGUMENTS = (H_kv, g, N_q, N_kv, d_qk, d_v, nnz, w, u, w_b, n_q, n_kv, M, P, e)
-
-
-@cache
-def _evaluator(what: Kernel | Direction, values_in_keys: bool) -> Callable[..., list[float]]:
-    # A list, not `sp.Max`: SymPy would compare the bounds by their symbols, which takes 0.1 s.
-    evaluate: Any = sp.lambdify(
-        _ARGUMENTS, [*bounds_of(what, values_in_keys=values_in_keys).values()], modules="math"
-    )
-    return evaluate
+    return {name: expression("e") * bound for name, bound in bounds.items()} | floor

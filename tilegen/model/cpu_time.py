@@ -13,28 +13,24 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from operator import mul
+from typing import Any
 
-from tilegen.cpu.thin import MOST_ROWS as THIN_ROWS
+import numpy as np
+
+from tilegen.cpu.choice import MOST_OF_THIN
 from tilegen.cpus.spec import CpuSpec
 from tilegen.kernels.loops import Step
+from tilegen.model.columns import Number, floats, in_columns
+from tilegen.model.formulas import computed
 from tilegen.model.launches import launches
+from tilegen.model.terms import PROCESSOR
 from tilegen.model.traffic import Traffic, traffic
 from tilegen.task import Tiled
 
-TERMS = {
-    "products": "matrix products, in whole tiles",
-    "narrow": "products of less than a microkernel's columns",
-    "packing": "packing operands into panels",
-    "scores": "exponentials and sums of scores",
-    "masks": "mask code of tiles on an edge",
-    "sums": "rescaling and adding up results",
-    "moved": "reading what streams past",
-    "l1": "what a step works on beyond L1",
-    "l2": "what a step works on beyond L2",
-    "program": "beginning and end of programs",
-    "inputs": "reading inputs where they lie",
-}
+TERMS = {name: words for name, (_, words) in PROCESSOR.items()}
 """The terms of a prediction, in words."""
+FORMULAS = {name: formula for name, (formula, _) in PROCESSOR.items()}
+"""The terms of a prediction, as formulas."""
 UNFITTED = "inputs"
 """The term whose weight is 1: no sweep of tiles tells it apart, since it is the same for all."""
 COLUMNS = 64
@@ -68,46 +64,50 @@ def levels_of(spec: CpuSpec) -> tuple[Level, Level, Level]:
     )
 
 
-def stream_bytes(tiled: Tiled) -> int:
+def stream_bytes(tiled: Tiled) -> Number:
     """Return the bytes that a head streams. A kernel that passes over its rows once streams all of
     a launch."""
     streams = tiled.task.lengths[1] * tiled.spec.streamed_bytes(tiled.problem)
     return streams or bytes_of(traffic(tiled))
 
 
-def source_of(tiled: Tiled, spec: CpuSpec) -> int:
+def source_of(tiled: Tiled, spec: CpuSpec) -> Number:
     """Return the place in `levels_of` that streams come from: the smallest cache that holds the
     streams of a head."""
     return place_of(stream_bytes(tiled), spec)
 
 
-def place_of(streams: int, spec: CpuSpec) -> int:
+def place_of(streams: Number, spec: CpuSpec) -> Number:
     """Return the place in `levels_of` of the smallest cache that holds some streams [bytes]."""
-    return (streams > HALF * spec.l2_bytes) + (streams > HALF * spec.l3_bytes)
+    return 1 * (streams > HALF * spec.l2_bytes) + 1 * (streams > HALF * spec.l3_bytes)
 
 
-def traffic_seconds(tiled: Tiled, spec: CpuSpec) -> float:
+def _bandwidth(place: Number, spec: CpuSpec) -> Number:
+    rates = np.array([level.bandwidth for level in levels_of(spec)])
+    return rates[np.asarray(place, dtype=np.int64)]
+
+
+def traffic_seconds(tiled: Tiled, spec: CpuSpec) -> Number:
     """Return the time to move a launch's bytes, at the rate of the level that streams come from."""
-    return bytes_of(traffic(tiled)) / levels_of(spec)[source_of(tiled, spec)].bandwidth
+    return floats(bytes_of(traffic(tiled))) / _bandwidth(source_of(tiled, spec), spec)
 
 
-def first_seconds(tiled: Tiled, spec: CpuSpec) -> float:
+def first_seconds(tiled: Tiled, spec: CpuSpec) -> Number:
     """Return the time that the first reading of a launch's streams takes beyond `traffic_seconds`:
     the streams of all heads may lie in a slower level than those of a head."""
     task = tiled.task
     heads = task.heads_q // task.heads_of_group
-    streams = min(heads * stream_bytes(tiled), bytes_of(traffic(tiled)))
-    levels = levels_of(spec)
-    first, later = levels[place_of(streams, spec)], levels[source_of(tiled, spec)]
-    return max(0.0, streams / first.bandwidth - streams / later.bandwidth)
+    streams: Any = floats(np.minimum(heads * stream_bytes(tiled), bytes_of(traffic(tiled))))
+    first, later = place_of(streams, spec), source_of(tiled, spec)
+    return np.maximum(0.0, streams / _bandwidth(first, spec) - streams / _bandwidth(later, spec))
 
 
-def bytes_of(moved: Traffic) -> int:
+def bytes_of(moved: Traffic) -> Number:
     """Return the bytes of a launch in both directions."""
     return moved.read_bytes + moved.write_bytes
 
 
-def state_bytes(step: Step, tiled: Tiled, word: int) -> float:
+def state_bytes(step: Step, tiled: Tiled, word: int) -> Number:
     """Return the bytes that a step works on: operands that stay, results, scores and panels, whose
     words have `word` bytes."""
     packed = step.columns * sum(step.streamed) * _packings(step)
@@ -117,73 +117,72 @@ def state_bytes(step: Step, tiled: Tiled, word: int) -> float:
     return panels + 4 * (step.result_words + (step.score_tiles + 1) * step.scores)
 
 
-def step_bytes(tiled: Tiled) -> float:
+def step_bytes(tiled: Tiled) -> Number:
     """Return the bytes that a step works on, in words of the products."""
     problem = tiled.problem
     paired = _cpu(tiled).pairs and problem.dtype == "bf16"
     return state_bytes(tiled.step, tiled, problem.element_bytes if paired else 4)
 
 
-def terms_of(tiled: Tiled) -> dict[str, float]:
+@in_columns
+def terms_of(tiled: Tiled) -> dict[str, Number]:
     """Return the time of each of TERMS with a weight of 1 [s], on one core."""
     spec, problem, step, run = _cpu(tiled), tiled.problem, tiled.step, launches(tiled)
-    steps, partial = float(run.steps), float(run.partial)
-    rate = spec.product_flops(problem.dtype)
-    elements = spec.product_flops_32 / 2
-    flops = 2.0 * step.multiply_adds * steps
-    to_scores = sum(2.0 * one.multiply_adds for one in step.products if one.scores)
-    columns = COLUMNS * spec.lanes / 16
-    narrow = max(0.0, columns / max(step.columns, 1) - 1) * to_scores
     added = step.result_words if step.rescales else 0
     if tiled.spec.shares:
         added = step.columns * problem.head_dim_qk
-    state = step_bytes(tiled)
-    moved, inputs = traffic_seconds(tiled, spec), first_seconds(tiled, spec)
-    packing = step.columns * sum(step.streamed) * _packings(step) * steps / elements
-    if is_thin(tiled):
-        # Nothing is packed, and products wait for memory.
-        moved, inputs, packing, narrow = 0.0, moved + inputs, 0.0, 0.0
-    return {
-        "products": flops / rate,
-        "narrow": narrow * steps / rate,
-        "packing": packing,
-        "scores": step.scores * steps / spec.exp2_rate,
-        "masks": step.scores * partial / elements,
-        "sums": added * steps / elements,
-        "moved": moved,
-        "l1": max(0.0, state - spec.l1_bytes) * steps / spec.l2_bandwidth,
-        "l2": max(0.0, state - spec.l2_bytes) * steps / spec.l3_bandwidth,
-        "program": run.programs * step.result_words / elements,
-        "inputs": inputs,
+    facts = {
+        "rate": spec.product_flops(problem.dtype),
+        "elements": spec.product_flops_32 / 2,
+        "exp2_rate": spec.exp2_rate,
+        "l1_bytes": spec.l1_bytes,
+        "l2_bytes": spec.l2_bytes,
+        "l2_bandwidth": spec.l2_bandwidth,
+        "l3_bandwidth": spec.l3_bandwidth,
+        "microkernel": COLUMNS * spec.lanes / 16,
+        "steps": floats(run.steps),
+        "partial": floats(run.partial),
+        "programs": floats(run.programs),
+        "multiply_adds": step.multiply_adds,
+        "to_scores": 2.0 * sum(one.times * one.multiply_adds * one.scores for one in step.products),
+        "columns": step.columns,
+        "width": sum(step.streamed),
+        "packings": _packings(step),
+        "tile_scores": step.scores,
+        "result_words": step.result_words,
+        "added": added,
+        "packed": 1 - is_thin(tiled),
+        "state": step_bytes(tiled),
+        "moving": traffic_seconds(tiled, spec),
+        "first": first_seconds(tiled, spec),
     }
+    terms = computed(FORMULAS, facts)
+    return {name: terms[name] + 0 * facts["steps"] for name in FORMULAS}
 
 
-def is_thin(tiled: Tiled) -> bool:
+def is_thin(tiled: Tiled) -> Number:
     """Check whether a forward has so few queries that nothing is packed.
 
     Tiles of few rows of many queries read keys from a cache again and again, which takes about as
     long as packing them."""
-    rows = tiled.step.rows
-    is_forward = tiled.task.direction == "forward" and tiled.step.scores > 0
-    return is_forward and rows <= THIN_ROWS and tiled.task.lengths[0] <= rows
+    rows, queries = tiled.step.rows, tiled.task.lengths[0]
+    if tiled.task.direction != "forward":
+        return 0
+    return 1 * ((tiled.step.scores > 0) & (rows <= MOST_OF_THIN) & (queries <= rows))
 
 
-def weighted(tiled: Tiled) -> tuple[tuple[str, float], ...]:
+def weighted(tiled: Tiled) -> dict[str, Number]:
     """Return the predicted time of each term [s]."""
-
-    def compute() -> tuple[tuple[str, float], ...]:
-        weights, terms = weights_of(tiled), terms_of(tiled)
-        return tuple((name, weights[name] * terms[name]) for name in TERMS)
-
-    return tiled.by_tile(f"cpu terms {_cpu(tiled).name}", compute)
+    weights, terms = weights_of(tiled), terms_of(tiled)
+    return {name: weights[name] * terms[name] for name in TERMS}
 
 
-def seconds_of(tiled: Tiled) -> float:
+def seconds_of(tiled: Tiled) -> Number:
     """Predict the time of a launch on one thread [s]."""
-    return LAUNCH_SECONDS + sum(seconds for _, seconds in weighted(tiled))
+    return LAUNCH_SECONDS + sum(weighted(tiled).values())
 
 
-def idle_factor(programs: int) -> float:
+def idle_factor(programs: Number) -> Number:
     """Return the makespan over the work, averaged over THREADS with weights 1/threads. A choice
     must not depend on the threads of this machine."""
     weights = [1 / threads for threads in THREADS]
@@ -191,7 +190,7 @@ def idle_factor(programs: int) -> float:
     return sum(map(mul, weights, idle)) / sum(weights)
 
 
-def rounds_over_work(programs: int, threads: int) -> float:
+def rounds_over_work(programs: Number, threads: int) -> Number:
     """Return the time of a number of threads over their work, for equally long programs."""
     return threads * -(-programs // threads) / programs
 

@@ -10,31 +10,75 @@ under lock-step, averaged over the positions of waves relative to heads.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import singledispatch
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import sympy as sp
+import numpy as np
 
 from tilegen.errors import Unsupported
 from tilegen.kernels.launch_order import heads_together, heavy_end
 from tilegen.kernels.loops import Loop, OverRows, Sliced, Whole
 from tilegen.kernels.panels import panels_at_once
+from tilegen.masks.mask import Mask, Side
+from tilegen.masks.remembered import by_mask
 from tilegen.masks.tiles.tile_ranges import FINE, is_solved, tile_ranges
 from tilegen.model.bounds import bytes_of_inputs, lower_bound_bytes
+from tilegen.model.columns import Number, floats, in_columns
 from tilegen.model.footprint import footprint
+from tilegen.model.formulas import computed, expression
 from tilegen.model.mask_size import size_of
 from tilegen.model.on_chip import residents
-from tilegen.model.symbols import C, F, Gcd, H_kv, T_h, h_t, n_w
 from tilegen.model.traffic import Traffic, traffic
 from tilegen.model.visits import visits
 from tilegen.task import KernelTask, Tiled
+
+if TYPE_CHECKING:
+    import sympy as sp
 
 Order = Literal["head_major", "interleaved", "heavy_first"]
 """Orders in which programs start. Consecutive programs work on the same key-value head, on
 different heads of all, or on different heads of those that start together
 (kernels/launch_order.py)."""
+
+
+HEAD_MAJOR = {
+    "common": "Gcd(T_h, n_w)",
+    "touches": "ceiling(H*T_h/n_w) + H - ceiling(H*common/n_w)",
+    "live_heads": "Min(H, 1 + ceiling((n_w - common)/T_h))",
+    "room": "C/F",
+    "whole": "floor(n_w/T_h)",
+    "S": "T_h/common",
+    "R": "(n_w - whole*T_h)/common",
+    "few": "Max(0, S - 2*R + 1)",
+    "many": "Max(0, 2*R - S - 1)",
+    "some": "S - 1 - few - many",
+    "less": "whole + 1",
+    "more": "Min(whole + 2, H)",
+    "between": "where(more <= room, 0, where(less > room, 1, more - room))",
+    "all_ends": "few*where(less > room, 1, 0) + some*between + many*where(more > room, 1, 0)",
+    "missed": "all_ends/Max(1, S - 1)",
+    "sweeps": "1 + Max(0, F*touches/H - 1)*missed",
+}
+INTERLEAVED = {
+    "full": "floor(H*T_h/n_w)",
+    "touches": "full*Min(n_w, H) + Min(H*T_h - full*n_w, H)",
+    "live_heads": "Min(n_w, H)",
+    "room": "C/F",
+    "whole": "floor(H/n_w)",
+    "late": "(H - whole*n_w)/n_w",
+    "all_heads": "where(H > room, 1, 0)",
+    "waves": "(1 - late)*where(whole*n_w > room, 1, 0) + late*all_heads",
+    "missed": "where(n_w >= H, all_heads, waves)",
+    "sweeps": "1 + Max(0, F*touches/H - 1)*missed",
+}
+FORMULAS: dict[Order, dict[str, str]] = {
+    "head_major": HEAD_MAJOR,
+    "interleaved": INTERLEAVED,
+    "heavy_first": INTERLEAVED,
+}
+"""By the order of programs: `touches`, `live_heads` and `sweeps`, with H heads that start
+together."""
 
 
 def touches(order: Order) -> sp.Expr:
@@ -43,12 +87,12 @@ def touches(order: Order) -> sp.Expr:
     Head-major: one per head, and one more for each wave that ends inside a head. Interleaved: every
     wave reads n_w heads, or all; heavy first: n_w of the h_t heads that start together, or all.
     """
-    return _touches(_SYMBOLIC, order, _started(order), T_h, n_w)
+    return _read("touches", order)
 
 
 def live_heads(order: Order) -> sp.Expr:
     """Return h_w, the largest number of heads that programs of one wave read."""
-    return _live_heads(_SYMBOLIC, order, _started(order), T_h, n_w)
+    return _read("live_heads", order)
 
 
 def sweeps(order: Order) -> sp.Expr:
@@ -63,86 +107,18 @@ def sweeps(order: Order) -> sp.Expr:
     these are shorter. Under a mask a wave reads a part F of a head's rows, so that L2 holds C / F
     such parts. Heavy first is interleaved over h_t heads at a time.
     """
-    return _sweeps(_SYMBOLIC, order, _started(order), T_h, n_w, C, F)
+    return _read("sweeps", order)
 
 
-def _started(order: Order) -> sp.Symbol:
-    return h_t if order == "heavy_first" else H_kv
+def _read(name: str, order: Order) -> sp.Expr:
+    formulas = FORMULAS[order]
+    names = list(formulas)
+    before = {one: formulas[one] for one in names[: names.index(name)]}
+    return expression(formulas[name], before, H=expression(STARTED[order]))
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Arithmetic:
-    """The operations of the formulas, for symbols or for numbers.
-
-    Numbers are for the first problem of `propose`: SymPy takes longer to compile the formulas.
-    """
-
-    ceil: Callable[[Any], Any]
-    floor: Callable[[Any], Any]
-    most: Callable[..., Any]
-    least: Callable[..., Any]
-    divisor: Callable[[Any, Any], Any]
-    where: Callable[[Any, Any, Any], Any]
-
-
-_SYMBOLIC = _Arithmetic(
-    ceil=sp.ceiling,
-    floor=sp.floor,
-    most=sp.Max,
-    least=sp.Min,
-    divisor=lambda a, b: Gcd(a, b),
-    where=lambda condition, a, b: sp.Piecewise((a, condition), (b, True)),
-)
-_NUMERIC = _Arithmetic(
-    ceil=math.ceil,
-    floor=math.floor,
-    most=max,
-    least=min,
-    divisor=math.gcd,
-    where=lambda condition, a, b: a if condition else b,
-)
-
-
-def _touches(on: _Arithmetic, order: Order, heads: Any, per_head: Any, wave: Any) -> Any:
-    programs = heads * per_head
-    if order == "head_major":
-        common = per_head * wave / on.divisor(per_head, wave)
-        return on.ceil(programs / wave) + heads - on.ceil(programs / common)
-    full = on.floor(programs / wave)
-    return full * on.least(wave, heads) + on.least(programs - full * wave, heads)
-
-
-def _live_heads(on: _Arithmetic, order: Order, heads: Any, per_head: Any, wave: Any) -> Any:
-    if order != "head_major":
-        return on.least(wave, heads)
-    return on.least(heads, 1 + on.ceil((wave - on.divisor(per_head, wave)) / per_head))
-
-
-def _sweeps(
-    on: _Arithmetic, order: Order, heads: Any, per_head: Any, wave: Any, capacity: Any, part: Any
-) -> Any:
-    room = capacity / part
-
-    def too_small(live: Any) -> Any:
-        return on.where(live > room, 1, 0)
-
-    if order != "head_major":
-        whole = on.floor(heads / wave)
-        late = (heads - whole * wave) / wave
-        waves = (1 - late) * too_small(whole * wave) + late * too_small(heads)
-        missed = on.where(wave >= heads, too_small(heads), waves)
-    else:
-        common = on.divisor(per_head, wave)
-        whole = on.floor(wave / per_head)
-        S, R = per_head / common, (wave - whole * per_head) / common
-        few, many = on.most(0, S - 2 * R + 1), on.most(0, 2 * R - S - 1)
-        some = S - 1 - few - many
-        less, more = whole + 1, on.least(whole + 2, heads)
-        between = on.where(more <= room, 0, on.where(less > room, 1, more - room))
-        missed = few * too_small(less) + some * between + many * too_small(more)
-        missed = missed / on.most(1, S - 1)
-    again = part * _touches(on, order, heads, per_head, wave) / heads - 1
-    return 1 + on.most(0, again) * missed
+STARTED: dict[Order, str] = {"head_major": "H_kv", "interleaved": "H_kv", "heavy_first": "h_t"}
+"""The symbol of the heads that start together, H in the formulas."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,13 +161,11 @@ def levels(tiled: Tiled, *, order: Order | None = None) -> Levels:
     streams = _streams(tiled, in_flight, order)
     return Levels(
         l2_bytes=moved.read_bytes + moved.write_bytes,
-        dram_bytes=dram_bytes(tiled, in_flight=in_flight, order=order),
+        dram_bytes=int(dram_bytes(tiled, in_flight=in_flight, order=order)),
         dram_bound_bytes=dram_bound_bytes(task),
         in_flight=in_flight,
         started=streams.started,
-        live_heads=_live_heads(
-            _NUMERIC, streams.order, streams.started, streams.programs, in_flight
-        ),
+        live_heads=int(streams.live_heads),
         heads_in_l2=streams.capacity,
         part_of_head=streams.part,
         sweeps=streams.sweeps,
@@ -203,43 +177,48 @@ def order_of(task: KernelTask) -> Order:
     return "heavy_first" if heavy_end(task.problem.mask, task.spec) else "head_major"
 
 
-def dram_bytes(tiled: Tiled, *, in_flight: int, order: Order | None = None) -> int:
+@in_columns
+def dram_bytes(tiled: Tiled, *, in_flight: Number, order: Order | None = None) -> Number:
     """Compute the bytes between L2 and DRAM.
 
     Stationary rows move once. Streamed rows move `sweeps` times, but never more often than from L2
     to the SMs. That is less often if a mask leaves each program a part of the rows.
     """
-    return _between(tiled.spec.loop, tiled, traffic(tiled), in_flight, order)
+    moved = traffic(tiled)
+    in_floats = Traffic(read_bytes=floats(moved.read_bytes), write_bytes=floats(moved.write_bytes))
+    return _between(tiled.spec.loop, tiled, in_floats, in_flight, order)
 
 
 @singledispatch
-def _between(loop: Loop, tiled: Tiled, moved: Traffic, in_flight: int, order: Order | None) -> int:
+def _between(
+    loop: Loop, tiled: Tiled, moved: Traffic, in_flight: Number, order: Order | None
+) -> Number:
     """Compute the bytes between L2 and DRAM for a kind of loop."""
     raise NotImplementedError(loop)
 
 
 @_between.register
-def _(loop: OverRows, tiled: Tiled, moved: Traffic, *_: Any) -> int:
+def _(loop: OverRows, tiled: Tiled, moved: Traffic, *_: Any) -> Number:
     # A kernel that joins splits reads results that the kernel before it has just written to L2.
     held = tiled.gpu.l2_bytes if loop.joins else 0
-    return max(0, moved.read_bytes - held) + moved.write_bytes
+    return np.maximum(0, moved.read_bytes - held) + moved.write_bytes
 
 
 @_between.register
-def _(loop: Whole, tiled: Tiled, moved: Traffic, in_flight: int, order: Order | None) -> int:
+def _(loop: Whole, tiled: Tiled, moved: Traffic, in_flight: Number, order: Order | None) -> Number:
     task = tiled.task
     if loop.splits:
         # Inputs move once: programs that stream a split are adjacent, and L2 holds the split.
-        return moved.write_bytes + min(moved.read_bytes, bytes_of_inputs(task))
+        return moved.write_bytes + np.minimum(moved.read_bytes, bytes_of_inputs(task))
     streams = _streams(tiled, in_flight, order)
     rows = streams.heads * task.problem.group_size * visits(tiled).rows
-    streamed = int(task.spec.streamed_bytes(task.problem) * rows)
-    delivered = int(streams.sweeps * streams.once * streams.heads)
-    return moved.read_bytes + moved.write_bytes - streamed + min(streamed, delivered)
+    streamed = floats(task.spec.streamed_bytes(task.problem) * rows // 1)
+    delivered = np.floor(streams.sweeps * streams.once * streams.heads)
+    return moved.read_bytes + moved.write_bytes - streamed + np.minimum(streamed, delivered)
 
 
 @_between.register
-def _(loop: Sliced, tiled: Tiled, moved: Traffic, *_: Any) -> int:
+def _(loop: Sliced, tiled: Tiled, moved: Traffic, *_: Any) -> Number:
     """Compute the bytes of a kernel that takes head dims in slices.
 
     Inputs and outputs move once. Streamed inputs move again with every panel unless L2 holds them
@@ -247,11 +226,10 @@ def _(loop: Sliced, tiled: Tiled, moved: Traffic, *_: Any) -> int:
     panels that does not add to memory moves at most its bytes between SMs and L2.
     """
     task = tiled.task
-    key = "slices in DRAM", task.kernel, task.gpu
-    most = task.memo.once(key, lambda: _most_of_slices(task, loop))
+    most = _most_of_slices(task, loop) + 0 * moved.read_bytes
     if not loop.panel or loop.stationary == "columns":
         return most
-    return min(most, moved.read_bytes + moved.write_bytes)
+    return np.minimum(most, moved.read_bytes + moved.write_bytes)
 
 
 def _most_of_slices(task: KernelTask, loop: Sliced) -> int:
@@ -291,33 +269,42 @@ class _Streams:
     started: int
     """Key-value heads whose programs start together; all heads if programs run head after head."""
     order: Order
-    programs: int
+    programs: Number
     """Programs of each key-value head."""
     once: int
     """Bytes of the rows that the programs of a head stream."""
     capacity: float
-    part: float
-    sweeps: float
+    part: Number
+    sweeps: Number
+    live_heads: Number
 
 
-def _streams(tiled: Tiled, in_flight: int, order: Order | None) -> _Streams:
+@in_columns
+def _streams(tiled: Tiled, in_flight: Number, order: Order | None) -> _Streams:
     task, problem, counts, size = tiled.task, tiled.problem, visits(tiled), size_of(tiled.task)
     heads = task.heads_kv
     order = order or order_of(task)
     started = heads_together(problem, task.spec) if order == "heavy_first" else heads
     side, loop, of_group = task.spec.stationary, task.spec.loop, task.heads_of_group
-    programs = of_group * counts.programs
+    programs = floats(of_group * counts.programs).astype(np.int64)
     _, rows = loop.sides(size.rows, size.columns)
     once = task.spec.streamed_bytes(problem) * rows * (problem.group_size // of_group)
-    capacity, part = tiled.gpu.l2_bytes / once if once else math.inf, 1.0
-    together = in_flight
+    capacity = tiled.gpu.l2_bytes / once if once else math.inf
+    together = np.broadcast_to(in_flight, programs.shape)
     if order != "head_major":
         of_head = of_group if order == "heavy_first" else 1
-        together = max(1, in_flight // (started * of_head))
-    if together < counts.programs and once:
-        key = "part of a head", side, counts.programs, together
-        seen = task.memo.once(key, lambda: _rows_seen(task, counts.programs, together))
-        part = seen / rows
+        together = np.maximum(1, together // (started * of_head))
+    each = list(zip((programs // of_group).tolist(), together.tolist(), strict=True))
+    lengths = problem.seqlen_q, problem.seqlen_kv
+    seen = {
+        one: _rows_seen(problem.mask, side, *lengths, *one) / rows
+        if one[1] < one[0] and once
+        else 1.0
+        for one in set(each)
+    }
+    part = np.array([seen[one] for one in each])
+    values = {"H": started, "T_h": programs, "n_w": in_flight, "C": capacity, "F": part}
+    of_waves = computed(FORMULAS[order], values, ceiling=np.ceil, floor=np.floor)
     return _Streams(
         heads=heads,
         started=started,
@@ -325,27 +312,26 @@ def _streams(tiled: Tiled, in_flight: int, order: Order | None) -> _Streams:
         programs=programs,
         once=once,
         capacity=capacity,
-        part=part,
-        sweeps=_sweeps(_NUMERIC, order, started, programs, in_flight, capacity, part),
+        part=values["F"],
+        sweeps=of_waves["sweeps"],
+        live_heads=of_waves["live_heads"],
     )
 
 
-def _rows_seen(task: KernelTask, programs: int, together: int) -> float:
+@by_mask(4096)
+def _rows_seen(
+    mask: Mask, side: Side, seqlen_q: int, seqlen_kv: int, programs: int, together: int
+) -> float:
     """Compute the mean number of rows that `together` adjacent programs of a head stream, treating
     them as one tile."""
-    problem, mask, side = task.problem, task.problem.mask, task.spec.stationary
-    block = together * -(-task.lengths[0] // programs)
+    stationary = seqlen_q if side == "rows" else seqlen_kv
+    block = together * -(-stationary // programs)
     fine = 1
     if not is_solved(mask, side):  # counted from lists, which are made of smaller tiles
         fine = FINE[0]
         block = fine * max(1, round(block / fine))
-    block_m, block_n = task.spec.loop.sides(block, fine)
+    block_m, block_n = (block, fine) if side == "rows" else (fine, block)
     ranges = tile_ranges(
-        mask,
-        side,
-        seqlen_q=problem.seqlen_q,
-        seqlen_kv=problem.seqlen_kv,
-        block_m=block_m,
-        block_n=block_n,
+        mask, side, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, block_m=block_m, block_n=block_n
     )
     return ranges.visited_rows / ranges.visited.size

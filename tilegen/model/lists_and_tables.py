@@ -13,25 +13,26 @@ from tilegen.masks.language.elements import ELEMENTS
 from tilegen.masks.language.expr import K, Q, slot_of
 from tilegen.masks.score import ScoreForm
 from tilegen.masks.usual import is_surely_solved, trees_of
+from tilegen.model.columns import Number
 from tilegen.task import KernelTask, Tiled
 
 DRAWN_REGISTERS = 0.75
 """Registers of a thread that dropout takes per score."""
 
 
-def lists_and_tables(tiled: Tiled) -> tuple[int, int]:
+def lists_and_tables(tiled: Tiled) -> tuple[Number, Number]:
     """Return shared memory [bytes] and registers of a thread in addition to those of a plain
     mask."""
     task, spec, problem, config = tiled.task, tiled.spec, tiled.problem, tiled.config
-    memo = task.lengthless.memo
     smem = registers = 0
-    if memo.once(("listed", spec.stationary), lambda: _is_listed(task)):
+    if _is_listed(task):
         if (
             spec.stationary == "columns"
         ):  # the next tile is looked up ahead: as many bytes as its pairs
             smem += config.block_m * config.block_n
         else:
-            width = config.block_d or problem.head_dim_qk + problem.head_dim_v
+            whole_width = problem.head_dim_qk + problem.head_dim_v
+            width = config.block_d if spec.sliced else whole_width
             smem += config.block_n * width * problem.element_bytes
     whole = spec.whole
     if whole and trees_of(problem.mask):
@@ -41,8 +42,7 @@ def lists_and_tables(tiled: Tiled) -> tuple[int, int]:
         smem += config.block_n * (keys if "out" in spec.checked_by else config.rows)
     if problem.score and problem.score.changes:
         scores = config.rows * config.block_n
-        score = problem.score
-        tables = memo.once("tables of the score", lambda: _tables(score))
+        tables = _tables(problem.score)
         smem += config.num_stages * scores * sum(tables)
         trained = "training" in spec.supports and bool(problem.score.trained)
         # A look-up in a table keeps tiles of scores alive: its own, and in a backward its slope.
@@ -50,7 +50,7 @@ def lists_and_tables(tiled: Tiled) -> tuple[int, int]:
         registers += alive * scores // (32 * config.num_warps)
     if task.draws:
         threads = 32 * config.num_warps
-        registers += int(DRAWN_REGISTERS * config.rows * config.block_n / threads)
+        registers += DRAWN_REGISTERS * config.rows * config.block_n // threads
     return smem, registers
 
 

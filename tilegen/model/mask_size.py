@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tilegen.masks.mask import Mask, Side
+from tilegen.masks.remembered import by_mask
 from tilegen.masks.tiles.tile_ranges import TileRanges, is_solved, tile_ranges
 from tilegen.task import KernelTask, PassTask
 
@@ -54,10 +55,10 @@ class Bands:
 def size_of(task: KernelTask | PassTask) -> MaskSize:
     """Count the size of a task's mask."""
     problem = task.problem
-    lengths = problem.seqlen_q, problem.seqlen_kv
-    return task.memo.once("mask size", lambda: mask_size(problem.mask, *lengths))
+    return mask_size(problem.mask, problem.seqlen_q, problem.seqlen_kv)
 
 
+@by_mask(512)
 def mask_size(mask: Mask, seqlen_q: int, seqlen_kv: int) -> MaskSize:
     """Count the entries, rows and columns that a mask keeps."""
     entries, rows, row_degree = _count(mask, "rows", seqlen_q, seqlen_kv)

@@ -5,14 +5,18 @@ Tables with an element per row or column are small beside the tiles, and are not
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
+from tilegen.kernels.config import TileConfig
 from tilegen.masks.tiles.tile_ranges import is_solved, tile_ranges
 from tilegen.masks.usual import trees_of
+from tilegen.model.columns import Number, exact
 from tilegen.task import Tiled
 
 
-def tree_bytes(tiled: Tiled) -> int:
+def tree_bytes(tiled: Tiled) -> Number:
     """Compute the bytes that a kernel with whole heads reads of the tables of trees.
 
     A kernel reads one byte for each pair of a masked tile and each head of the tile.
@@ -20,16 +24,17 @@ def tree_bytes(tiled: Tiled) -> int:
     spec, problem, config = tiled.spec, tiled.problem, tiled.config
     if not (spec.whole and (trees := trees_of(problem.mask))):
         return 0
-    heads = problem.num_heads_q
-    if config.heads > 1:  # rows of a tile that belong to no head are read for too
-        heads = problem.num_heads_kv * config.heads
-    return trees * problem.batch * heads * _masked_cells(tiled)
+    # Rows of a tile that belong to no head are read for too.
+    packed = problem.num_heads_kv * exact(config.heads)
+    heads: Any = np.where(exact(config.heads) > 1, packed, problem.num_heads_q)
+    cells = [_masked_cells(tiled, one) for one in tiled.config.configs]  # type: ignore
+    return trees * problem.batch * heads * exact(cells)
 
 
-def _masked_cells(tiled: Tiled) -> int:
+def _masked_cells(tiled: Tiled, config: TileConfig) -> int:
     """Count the pairs of all partial tiles inside the sequences. For batch-invariant problems all
     visited tiles count."""
-    problem, config, side = tiled.problem, tiled.config, tiled.spec.stationary
+    problem, side = tiled.problem, tiled.spec.stationary
     if not is_solved(problem.mask, side):
         return 0
     ranges = tile_ranges(

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import tomllib
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, reduce
 from importlib.resources import files
 from typing import Any
+
+import numpy as np
 
 from tilegen.gpus.nearest import nearest
 from tilegen.gpus.spec import SMEM_RESERVED_PER_PROGRAM, GpuSpec
 from tilegen.kernels.config import TileConfig, threads_of
+from tilegen.model.columns import Number, picked
 from tilegen.model.resources import Resources
 
 TENSOR_MEMORY_COLUMNS = 512
@@ -54,20 +57,20 @@ of registers before."""
 class Footprint:
     """Resources that a program needs, and its limits."""
 
-    smem_bytes: int
-    registers: int
+    smem_bytes: Number
+    registers: Number
     """32-bit registers of a thread without a limit."""
-    columns: int
+    columns: Number
     """Columns of tensor memory; 0 if there is none."""
-    max_registers: int
+    max_registers: Number
     """Most registers of a thread."""
     more_doubt: float = 1.0
     """See MORE_DOUBT."""
 
     @property
-    def spill_bytes(self) -> int:
+    def spill_bytes(self) -> Number:
         """Local memory that a thread is predicted to spill to [bytes]."""
-        return 4 * max(0, self.registers - self.max_registers)
+        return 4 * (self.registers - self.max_registers) * (self.registers > self.max_registers)
 
     @property
     def surely_spills(self) -> bool:
@@ -92,7 +95,7 @@ class Footprint:
 
     def _fits(self, gpu: GpuSpec, doubt: float) -> bool:
         columns = self.columns <= TENSOR_MEMORY_COLUMNS
-        return columns and self.smem_bytes <= doubt * gpu.smem_per_block
+        return columns & (self.smem_bytes <= doubt * gpu.smem_per_block)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,22 +119,25 @@ class UnitsOfFamily:
 def max_registers(arch: str, num_warps: int) -> int:
     """Return the most registers that a thread of a program may have."""
     rules = family(arch)
-    return min(rules.max_registers, rules.registers_per_sm // threads_of(arch, num_warps))
+    registers = rules.registers_per_sm // threads_of(arch, num_warps)
+    return picked(np.minimum(rules.max_registers, registers), ...)
 
 
 def residents(needs: Footprint, gpu: GpuSpec, config: TileConfig) -> int:
     """Count the programs that share an SM; at least 1."""
     rules = family(gpu.arch)
-    registers = min(needs.registers, rules.max_registers) * threads_of(gpu.arch, config.num_warps)
+    held: Any = np.minimum(needs.registers, rules.max_registers)
+    registers: Any = np.maximum(1, held * threads_of(gpu.arch, config.num_warps))
+    bits: Any = np.frexp(np.maximum(needs.columns - 1, 1))[1]
+    columns = np.maximum(32, 1 << bits)  # allocated in powers of two from 32 on
     limits = [
         gpu.smem_per_sm // (needs.smem_bytes + SMEM_RESERVED_PER_PROGRAM),
-        gpu.registers_per_sm // max(registers, 1),
+        gpu.registers_per_sm // registers,
         MAX_WARPS_PER_SM[gpu.arch[:3]] // config.num_warps,
+        np.where(needs.columns, TENSOR_MEMORY_COLUMNS // columns, MAX_PROGRAMS_PER_SM),
         MAX_PROGRAMS_PER_SM,
     ]
-    if needs.columns:  # allocated in powers of two from 32 on
-        limits.append(TENSOR_MEMORY_COLUMNS // max(32, 1 << (needs.columns - 1).bit_length()))
-    return max(1, min(limits))
+    return picked(np.maximum(1, reduce(np.minimum, limits)), ...)
 
 
 MAX_UNROLLED = 1800

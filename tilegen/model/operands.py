@@ -5,14 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
+
 from tilegen.kernels.loops import Product, Step
+from tilegen.model.columns import Number
 from tilegen.model.footprint import divides_rows, reads_shared, repetition
 from tilegen.model.on_chip import ROWS_PER_WARP, family
 
 
 def shared_words(
-    work: Step, element_bytes: int, warps: int, arch: str, *, rows_per_read: int
-) -> float:
+    work: Step, element_bytes: int, warps: Number, arch: str, *, rows_per_read: int
+) -> Number:
     """Count the words that a step with matrix instructions moves through the port of shared memory.
 
     Instructions that read both operands in place read the streamed operand once for `rows_per_read`
@@ -26,17 +29,18 @@ def shared_words(
     made = _passing(product for product in work.products if product.scores)
     summed = _passing(product for product in work.products if not product.scores)
     loaded = work.loaded * work.loads
-    if reads_shared(family(arch), work, element_bytes):
-        own = work.kept + sum(x.rows * x.depth for x in work.products if x.rows_in_shared)
-        reads = max(1.0, work.rows / rows_per_read)
-        return reads * (repeated * made + summed) + repeated**2 * own + loaded
-    if not work.scores:
-        return max(1.0, min(warps, work.rows / ROWS_PER_WARP)) * summed + loaded
-    if divides_rows(work, element_bytes, arch):
-        return warps * (made + summed) + loaded
-    exchanged = sum(not product.scores for product in work.products) * work.scores
-    return repeated * made + summed + warps * work.kept + (1 + warps) * exchanged + loaded
+    own = work.kept + sum(x.times * x.rows * x.depth for x in work.products if x.rows_in_shared)
+    reads = np.maximum(1.0, work.rows / max(rows_per_read, 1))
+    in_place = reads * (repeated * made + summed) + repeated**2 * own + loaded
+    if not np.any(work.scores):
+        others = np.maximum(1.0, np.minimum(warps, work.rows / ROWS_PER_WARP)) * summed + loaded
+    else:
+        exchanged = sum(not product.scores for product in work.products) * work.scores
+        by_columns = repeated * made + summed + warps * work.kept + (1 + warps) * exchanged
+        by_rows = divides_rows(work, element_bytes, arch)
+        others = np.where(by_rows, warps * (made + summed), by_columns) + loaded
+    return np.where(reads_shared(family(arch), work, element_bytes), in_place, others)
 
 
 def _passing(products: Iterable[Product]) -> int:
-    return sum(product.columns * product.depth for product in products)
+    return sum(product.times * product.columns * product.depth for product in products)

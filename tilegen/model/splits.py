@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from fractions import Fraction
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tilegen.kernels.config import TileConfig
-from tilegen.kernels.registry import tile_heads
 from tilegen.kernels.split_kv import FILLING, usual_tiles
 from tilegen.masks.grouping import packed_heads
+from tilegen.masks.mask import Mask
+from tilegen.masks.remembered import by_mask
 from tilegen.masks.source import ranges_source
 from tilegen.masks.tiles.spans import visit
 from tilegen.masks.tiles.tile_ranges import counted_over, tile_ranges
+from tilegen.model.columns import Number, by_tile, exact
 from tilegen.model.visits import mean_of, visits, visits_of
 from tilegen.problem import AttentionProblem
 from tilegen.task import Tiled
@@ -24,15 +26,15 @@ from tilegen.task import Tiled
 class Splits:
     """The splits of the rows that a head's tiles stream; most kernels have a single split."""
 
-    count: int
+    count: Number
     """Splits of all streamed rows."""
-    programs: int | Fraction
+    programs: Number
     """Pairs of a stationary tile and a split in which the tile visits a tile."""
-    rows: int | Fraction
+    rows: Number
     """Sum of the stationary rows inside the sequence over these pairs."""
-    tiles_of_group: int
+    tiles_of_group: Number
     """Tiles for the query heads of a key-value head: one shared tile, or one per head."""
-    longest: int
+    longest: Number
     """Tiles of the longest split, after masking."""
 
 
@@ -43,12 +45,9 @@ def usual_split(problem: AttentionProblem) -> TileConfig:
     return TileConfig(block_m=max(1, 16 // heads), block_n=64, heads=heads, split_kv=1024)
 
 
+@by_tile
 def splits_of(tiled: Tiled) -> Splits:
     """Count the splits that a kernel makes or joins."""
-    return tiled.by_tile("splits", lambda: _splits(tiled))
-
-
-def _splits(tiled: Tiled) -> Splits:
     task, spec, problem, config = tiled.task, tiled.spec, tiled.problem, tiled.config
     if task.before:
         return splits_of(task.before.tiled(task.joined or usual_split(problem)))
@@ -57,27 +56,30 @@ def _splits(tiled: Tiled) -> Splits:
         return _shares(tiled)
     if not spec.splits:
         return _unsplit(tiled, group)
-    tiles_of_group = group // tile_heads(config, group)
+    tiles_of_group = group // np.minimum(exact(config.heads), group)
     stationary, streamed = spec.loop.sides(config.block_m, config.block_n)
-    count = -(-task.lengths[1] // config.split_kv)
+    count = -(-task.lengths[1] // exact(config.split_kv))
     if task.divided:
-        return divided_splits(problem, config, count, tiles_of_group)
+        return _divided(tiled, count, tiles_of_group)
     # A split is visited if any of its tiles is, as if the split were a tile.
     counts = visits_of(task, *spec.loop.sides(stationary, config.split_kv), aligned=False)
     programs, rows = counts.tiles, counts.row_steps
     # If the heads of a group visit different tiles, a program takes the heads in turn. It is
     # launched even if no head visits a tile.
-    if spec.stationary == "columns" and task.memo.once(
-        "heads in turn", lambda: ranges_source(problem.mask.general, "columns").per_head
-    ):
+    if spec.stationary == "columns" and _in_turn(problem.mask):
         programs, rows = count * counts.programs, count * problem.seqlen_kv
     return Splits(
         count=count,
         programs=programs,
         rows=rows,
         tiles_of_group=tiles_of_group,
-        longest=config.split_kv // streamed,
+        longest=exact(config.split_kv // streamed),
     )
+
+
+@by_mask(64)
+def _in_turn(mask: Mask) -> bool:
+    return ranges_source(mask.general, "columns").per_head
 
 
 def _unsplit(tiled: Tiled, tiles_of_group: int) -> Splits:
@@ -85,7 +87,7 @@ def _unsplit(tiled: Tiled, tiles_of_group: int) -> Splits:
     counts, streamed = visits(tiled), tiled.task.lengths[1]
     if tiled.spec.panel == "writes":
         return Splits(
-            count=-(-streamed // tiled.config.block_n),
+            count=-(-streamed // exact(tiled.config.block_n)),
             programs=counts.tiles,
             rows=counts.row_steps,
             tiles_of_group=tiles_of_group,
@@ -102,20 +104,31 @@ def _unsplit(tiled: Tiled, tiles_of_group: int) -> Splits:
 
 def _shares(tiled: Tiled) -> Splits:
     """Count the shares of the stationary rows. Each share adds to all streamed rows."""
-    problem, config = tiled.problem, tiled.config
+    problem, side = tiled.problem, tiled.spec.stationary
     stationary, streamed = tiled.task.lengths
-    count = -(-stationary // config.split_kv)
+    count = -(-stationary // exact(tiled.config.split_kv))
     batch, heads = counted_over(problem.mask, problem.batch, problem.num_heads_q)
     lengths = {"seqlen_q": problem.seqlen_q, "seqlen_kv": problem.seqlen_kv}
-    over = {"block_m": config.block_m, "block_n": config.block_n, "batch": batch, "heads": heads}
-    ranges = tile_ranges(problem.mask, tiled.spec.stationary, **lengths, **over)
-    tiles = (ranges.visited[..., share::count].sum(-1).max() for share in range(count))
+
+    def longest(config: TileConfig, shares: int) -> int:
+        over = {"block_m": config.block_m, "block_n": config.block_n, "batch": batch}
+        visited = tile_ranges(problem.mask, side, **lengths, **over, heads=heads).visited
+        return max(int(visited[..., share::shares].sum(-1).max()) for share in range(shares))
+
     return Splits(
         count=count,
         programs=count,
         rows=count * streamed,
         tiles_of_group=1,
-        longest=int(max(tiles)),
+        longest=exact(list(map(longest, tiled.config.configs, count))),  # type: ignore
+    )
+
+
+def _divided(tiled: Tiled, count: Any, tiles_of_group: Any) -> Splits:
+    of_tiles = zip(tiled.config.configs, count, tiles_of_group, strict=True)  # type: ignore
+    each = [divided_splits(tiled.problem, *of_tile) for of_tile in of_tiles]
+    return Splits(
+        **{one.name: exact([getattr(x, one.name) for x in each]) for one in fields(Splits)}
     )
 
 

@@ -18,19 +18,20 @@ nu k, which follows from the degrees within the band.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import sympy as sp
 
 from tilegen.masks.form import WINDOW
 from tilegen.masks.mask import Mask
+from tilegen.masks.remembered import by_mask
 from tilegen.masks.usual import PREFIX_LM
+from tilegen.model.formulas import computed, expression
 from tilegen.model.mask_size import Bands, Numbers, bands, mask_size
-from tilegen.model.symbols import N, N_kv, N_q, g, k, p, u, w_b
+
+if TYPE_CHECKING:
+    import sympy as sp
 
 PRECISION = 1e-6
 """Relative amount by which a density found by iteration is rounded up, so that it is a bound."""
@@ -38,9 +39,14 @@ MAX_PARTS = 256
 """Most parts of a mask that are examined one by one; a mask with more parts is taken as a whole."""
 
 
+WITHIN_BAND = "k**2/4 - Max(0, k/2 - g*w_b/(g + 1))**2 + g/4"
+SPANNED = f"Min(k**2/4, u*k, {WITHIN_BAND})"
+STAIRCASE = "(N + 1)*g*(g + 1 - sqrt(2*g))/(g**2 + 1)"
+
+
 def spanned_by_all_heads() -> sp.Expr:
     """Return an upper bound of `e_G(k)`, with `u` and `w_b` of the mask."""
-    return sp.Min(k**2 / 4, u * k, within_band())
+    return expression(SPANNED)
 
 
 def within_band() -> sp.Expr:
@@ -59,14 +65,14 @@ def within_band() -> sp.Expr:
     at J - I = w_b (g - 1) / (g + 1), where g times it is nu (k - nu) + g / 4 once k > 2 nu. The
     second is nowhere larger, and neither is I J with I + J <= w_b.
     """
-    return k**2 / 4 - sp.Max(0, k / 2 - g * w_b / (g + 1)) ** 2 + g / 4
+    return expression(WITHIN_BAND)
 
 
 # --------------------------------------------------------------------------------------------------
 # u in closed form
 
 
-def by_degrees(of_row: Any, of_column: Any, group: Any = g) -> Any:
+def by_degrees(of_row: Any, of_column: Any, group: Any) -> Any:
     """Return `u` if a row of the mask has at most `of_row` entries and a column `of_column`.
 
     I rows and J columns have at most min(I of_row, J g of_column) entries. That is largest if the
@@ -86,7 +92,14 @@ def of_staircase() -> sp.Expr:
     I = (N + 1) (1 - s), J = (N + 1) (1 - t) with s = u / (N + 1), t = s / g, and is 0 if
     1 + s^2 + t^2 = 2 s + 2 t. The smaller solution gives u.
     """
-    return (N + 1) * g * (g + 1 - sp.sqrt(2 * g)) / (g**2 + 1)
+    return expression(STAIRCASE)
+
+
+OF_PREFIX = {
+    "staircase": STAIRCASE,
+    "t": "(g + 1)*(N + 1) - sqrt((g + 1)**2*(N + 1)**2 - (N + 1)**2 - p**2)",
+    "u": "where(staircase >= p, staircase, where(N + 1 - t >= p, g*t, by_degrees(p, N + 1, g)))",
+}
 
 
 def of_prefix() -> sp.Expr:
@@ -99,36 +112,30 @@ def of_prefix() -> sp.Expr:
     J = N + 1 - u / g columns, or with the p columns of the prefix if that is less. With t = u / g,
     the former means t^2 - 2 (g + 1) (N + 1) t + (N + 1)^2 + p^2 = 0.
     """
-    side, staircase = N + 1, of_staircase()
-    t = (g + 1) * side - sp.sqrt((g + 1) ** 2 * side**2 - side**2 - p**2)
-    return sp.Piecewise(
-        (staircase, staircase >= p), (g * t, side - t >= p), (by_degrees(p, side), True)
-    )
+    return _read(OF_PREFIX)
+
+
+def _read(formulas: dict[str, str]) -> sp.Expr:
+    *before, (_, last) = formulas.items()
+    return expression(last, dict(before), by_degrees=by_degrees)
 
 
 MaskFamily = Literal["full", "causal", "window", "prefix"]
 """Families of masks whose `u` has a closed form."""
 
 
-@cache
+CLOSED: dict[MaskFamily, dict[str, str]] = {
+    "full": {"u": "by_degrees(N_kv, N_q, g)"},
+    "causal": {"N": "N_q", "u": f"Min({STAIRCASE}, N*g/(g + 1))"},
+    "window": {"u": "by_degrees(Min(w_b, N_kv), Min(w_b, N_q), g)"},
+    "prefix": {"N": "N_q"} | OF_PREFIX,
+}
+
+
 def closed_form(family: MaskFamily) -> sp.Expr:
     """Return `u` of a family as an expression of lengths, `w_b`, `p` and `g`. Causal masks, with or
     without a prefix, must have equal lengths."""
-    match family:
-        case "full":
-            return by_degrees(N_kv, N_q)
-        case "causal":
-            return sp.Min(of_staircase().subs(N, N_q), N_q * g / (g + 1))
-        case "window":
-            return by_degrees(sp.Min(w_b, N_kv), sp.Min(w_b, N_q))
-        case "prefix":
-            return of_prefix().subs(N, N_q)
-
-
-@cache
-def _evaluator(family: MaskFamily) -> Callable[..., float]:
-    evaluate: Any = sp.lambdify((N_q, N_kv, g, w_b, p), closed_form(family), modules="math")
-    return evaluate
+    return _read(CLOSED[family])
 
 
 def family_of(mask: Mask, seqlen_q: int, seqlen_kv: int) -> MaskFamily | None:
@@ -162,6 +169,7 @@ class Subgrids:
     columns."""
 
 
+@by_mask(512)
 def subgrids(mask: Mask, seqlen_q: int, seqlen_kv: int, group: int) -> Subgrids:
     """Compute the numbers of a mask whose columns are shared by `group` query heads.
 
@@ -175,7 +183,8 @@ def subgrids(mask: Mask, seqlen_q: int, seqlen_kv: int, group: int) -> Subgrids:
             width = min(width, mask.args[0] + mask.args[1] + 1)
         elif family == "prefix":
             prefix = min(mask.args[0], seqlen_kv)
-        density = float(_evaluator(family)(seqlen_q, seqlen_kv, group, width, prefix))
+        sizes = {"N_q": seqlen_q, "N_kv": seqlen_kv, "g": group, "w_b": width, "p": prefix}
+        density = float(computed(CLOSED[family], sizes, by_degrees=by_degrees)["u"])
         return Subgrids(min(most, density), width, family if density <= most else None)
     rows, columns = (bands(mask, side, seqlen_q, seqlen_kv) for side in ("rows", "columns"))
     if rows is None or columns is None:

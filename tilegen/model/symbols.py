@@ -58,6 +58,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import sympy as sp
@@ -82,6 +83,9 @@ C = sp.Symbol("C", nonnegative=True)
 F = sp.Symbol("F", positive=True)
 Z, Z_A, Z_X, Z_AX, Z_S = sp.symbols("Z Z_A Z_X Z_AX Z_S", positive=True)
 
+UNMASKED = {V_kv: sp.ceiling(N_q / B_r) * N_kv, V_q: sp.ceiling(N_kv / B_c) * N_q}
+"""The visited rows if nothing is masked."""
+
 
 class Gcd(sp.Function):
     """Greatest common divisor of integers; unevaluated for symbols (`sp.gcd` returns 1 for
@@ -93,3 +97,22 @@ class Gcd(sp.Function):
         if all(number.is_Integer for number in numbers):
             return sp.Integer(math.gcd(*map(int, numbers)))
         return None
+
+
+FUNCTIONS: dict[str, Any] = {
+    "Gcd": Gcd,
+    "where": lambda condition, then, other: sp.Piecewise((then, condition), (other, True)),  # type: ignore
+}
+"""The functions of `formulas.FUNCTIONS` that SymPy does not know by the same name."""
+_SYMBOLS = {name: value for name, value in vars().items() if isinstance(value, sp.Symbol)}
+_read: Any = sp.sympify
+
+
+def read(formula: str, names: Mapping[str, Any]) -> sp.Expr:
+    """Parse a formula in these symbols and functions, and in `names`."""
+    return _read(formula, locals=_SYMBOLS | FUNCTIONS | dict(names))
+
+
+def by_symbol(values: Mapping[str, Any]) -> dict[sp.Symbol, Any]:
+    """Return values by symbol, in place of its name."""
+    return {_SYMBOLS[name]: value for name, value in values.items()}

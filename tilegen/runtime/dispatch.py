@@ -32,7 +32,6 @@ from tilegen.launch.autograd import (
 )
 from tilegen.launch.changes import Changes
 from tilegen.launch.kernels import Kernels
-from tilegen.masks.apart import apart
 from tilegen.masks.dilation import grouped_mask, step_of
 from tilegen.masks.form import Shape
 from tilegen.masks.kinds import kind_of_mask
@@ -231,7 +230,7 @@ def _new_plan(
     served = _is_served(problem, "forward", q.device, aligned)
     if not served and computes_by_torch(q.device):
         return Plan(partial(_laid_out, torch_run), scale, checks_fit=checks_fit)
-    if problem.invariant and apart(problem.mask) == "pairs":
+    if problem.invariant and problem.mask.apart == "pairs":
         raise Unsupported(
             f"mask {problem.mask} packs documents, whose last bits would depend on the documents "
             f"before them: unset {BATCH_INVARIANT}, or call tilegen.attention_varlen under "

@@ -46,7 +46,7 @@ def _floor_us(problem: AttentionProblem, gpu: str, kernel: Kernel, *, masked: bo
     rows, columns = problem.seqlen_q, problem.seqlen_kv
     entries = rows * columns
     if masked:
-        from tilegen.model.mask_size import mask_size  # imports SymPy
+        from tilegen.model.mask_size import mask_size  # loads the model
 
         size = mask_size(problem.mask, rows, columns)
         rows, columns, entries = size.rows, size.columns, size.entries

@@ -16,6 +16,7 @@ from functools import cache
 import sympy as sp
 
 from tilegen.model.symbols import (
+    UNMASKED,
     B,
     B_c,
     B_d,
@@ -34,7 +35,6 @@ from tilegen.model.symbols import (
     s,
     x,
 )
-from tilegen.model.traffic import UNMASKED
 from tilegen.theory.schedules import SCHEDULES, Schedule, smooth
 
 SIDES = (B_r, B_c, B_p, B_e, B_d, B_k, B)

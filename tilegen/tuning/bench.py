@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+from tilegen.check import in_child
 from tilegen.compiling.acceptable import why_not_run, why_not_spilled, why_not_used
 from tilegen.device import Device
 from tilegen.errors import BuildFailed, TilegenError, Unsupported, WrongResult
@@ -216,6 +217,8 @@ def _measure_with(task: KernelTask) -> Measure:
                 raise
             except RuntimeError as error:  # such as torch.OutOfMemoryError
                 raise Unsupported(f"no inputs for '{task.problem}': {one_line(error)}") from error
+        if task.spec.specialised and (reason := in_child.check(task.tiled(config))):
+            return Measurement(status="wrong", message=one_line(reason))
         try:
             run = inputs[0].runs(config)
         except TilegenError as error:
@@ -284,8 +287,7 @@ class Timed:
 def make_launches(task: KernelTask, device: str) -> list[tuple[Any, ...]]:
     """Create random arguments for each `launch` of a kernel: a single launch, or one per panel.
 
-    The kernel's family is run with functions that only record their arguments. Times depend little
-    on the values.
+    The kernel's family runs with functions that record arguments. Times depend little on values.
     """
     import torch
 

@@ -37,10 +37,12 @@ Pairs = list[tuple[float, float]]
 """Times of two launches in turns [s]."""
 PAIRS, MOST_PAIRS, SECONDS = 5, 200, 0.4
 """Pairs of launches that are timed at least, and at most; and seconds for them."""
-LOSING, CLEAR = 3, 1.1
+LOSING, CLEAR = 3, 1.05
 """Pairs from which a config is pruned, if in each its time was more than CLEAR times that of the
 best config so far."""
-CONFIRMED, CONFIRMED_SECONDS = 21, 2.0
+STEADY = 0.01
+"""A trial ends after LOSING pairs whose ratios differ by at most this part."""
+CONFIRMED, CONFIRMED_SECONDS = 9, 2.0
 """Pairs of the second run, in which the winner must beat the config in hand, at least; and seconds
 for them."""
 LEAST_GAIN = 0.01
@@ -97,7 +99,7 @@ class InTurns:
         """Measure a config; a config that clearly loses is pruned. The config in hand is measured
         in turns with itself, so that its spread is that of noise."""
         trial = self._study.ask()
-        stop = None if config == self.in_hand else partial(self._is_losing, trial)
+        stop = None if config == self.in_hand else partial(self._is_decided, trial)
         try:
             base, run = self._run(self.in_hand), self._run(config)
             with alone_on_this_machine():
@@ -129,10 +131,13 @@ class InTurns:
         ratios = sorted(b / a for a, b in pairs)
         return is_faster(ratios)
 
-    def _is_losing(self, trial: Trial, pairs: Pairs) -> bool:
-        """Report the pairs so far to Optuna, and return whether it prunes the trial."""
-        trial.report(min(b / a for a, b in pairs) / self._best, len(pairs) - 1)
-        return trial.should_prune()
+    def _is_decided(self, trial: Trial, pairs: Pairs) -> bool:
+        """Report the pairs so far to Optuna, and return whether it prunes the trial, or more pairs
+        would hardly change the result."""
+        ratios = [b / a for a, b in pairs]
+        trial.report(min(ratios) / self._best, len(pairs) - 1)
+        is_steady = len(pairs) >= LOSING and max(ratios) <= (1 + STEADY) * min(ratios)
+        return is_steady or trial.should_prune()
 
     def _run(self, config: TileConfig) -> TimedFunction:
         """Return the launches of a config on inputs that all configs share, compiled."""

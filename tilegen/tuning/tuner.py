@@ -93,7 +93,7 @@ def tune(
     else:
         bench = Bench(measure=measure, compile=compile, check=check)
     if space is None or candidates is None:
-        from tilegen.choose.ranker import ranked_space  # imports SymPy
+        from tilegen.choose.ranker import ranked_space  # loads the model
 
         space, proposed = ranked_space(task, space)
         candidates = proposed if candidates is None else candidates
@@ -117,6 +117,11 @@ def tune(
             raise
         if run.winner is None:
             raise NoRecord(run.nothing_ran())
+        if len(run.trials) < total:
+            report.say(
+                f"{len(run.trials)} of {total} tiles tried within {seconds:.3g} s; to try others "
+                f"type this again: {command}"
+            )
         record = run.record(run.winner, command)
         saved = save(record)
         report.say(f"{saved.file} {'written' if saved.wins else 'not won'}: {saved.reason}")

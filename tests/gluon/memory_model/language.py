@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -63,8 +64,10 @@ def convert_layout(value: Tile, layout: Any, assert_trivial: bool = False) -> Ti
     return Tile(value.data, value.dtype, layout)
 
 
-def where(condition: Tile, value: Any, other: Any) -> Tile:
+def where(condition: Any, value: Any, other: Any) -> Any:
     """One value or the other."""
+    if not any(isinstance(x, Tile) for x in (condition, value, other)):
+        return Int(value if condition else other)
     kept = as_operand(condition, real.int1)[0]
     first = value if isinstance(value, Tile) else other
     a, _ = as_operand(value, first.dtype)
@@ -112,17 +115,22 @@ def inline_asm_elementwise(
     asm: str, constraints: str, args: Sequence[Tile], dtype: Any, is_pure: bool, pack: int
 ) -> Tile:
     """Result of the twin of an assembly text. Raises NotModelled if there is none."""
+    if match := re.match(r"bar\.(sync|arrive) (\d+), (\d+);", asm):
+        now().named_barrier(int(match[2]), int(match[3]), waits=match[1] == "sync")
+        return args[0]
     if (twin := _twins.get(asm)) is None:
         raise NotModelled(f"inline assembly needs a twin in Python (run(..., twins=)): {asm}")
     return twin(*args)
 
 
-def load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Tile:
-    """Elements of global memory."""
+def load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Any:
+    """Elements of global memory; a single integer is a number."""
     at, kept = pointer.places(mask)
     values = np.full(at.shape, other, np.float64)
     values[kept] = pointer.tensor.load(at[kept])
-    return _tile(values, dtype_of(pointer.tensor.tensor.dtype))
+    dtype = dtype_of(pointer.tensor.tensor.dtype)
+    is_integer = not values.ndim and dtype in (real.int32, real.int64)
+    return Int(values) if is_integer else _tile(values, dtype)
 
 
 def store(pointer: Pointer, value: Any, mask: Any = None) -> None:
@@ -135,7 +143,7 @@ def store(pointer: Pointer, value: Any, mask: Any = None) -> None:
 def dtype_of(dtype: Any) -> Any:
     """Return Triton's dtype of a PyTorch dtype. Raises NotModelled."""
     name = {"torch.float32": "float32", "torch.bfloat16": "bfloat16", "torch.float16": "float16"}
-    name |= {"torch.int32": "int32", "torch.int64": "int64"}
+    name |= {"torch.int32": "int32", "torch.int64": "int64", "torch.uint8": "uint8"}
     if str(dtype) not in name:
         raise NotModelled(f"tensors of {dtype} are not modelled")
     return getattr(real, name[str(dtype)])
@@ -144,6 +152,11 @@ def dtype_of(dtype: Any) -> Any:
 def program_id(axis: int) -> Int:
     """The program's number in its one-dimensional grid."""
     return Int(now().program_id if axis == 0 else 0)
+
+
+def num_programs(axis: int) -> Int:
+    """The number of programs of the grid."""
+    return Int(now().num_programs if axis == 0 else 1)
 
 
 class constexpr:  # noqa: N801, the name in Gluon

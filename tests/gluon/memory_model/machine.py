@@ -58,6 +58,25 @@ class Partition:
         self.view.seen[self.actor] += 1
 
 
+THREADS_OF_GROUP = 128
+
+
+@dataclass
+class NamedBarrier:
+    """A barrier that hardware numbers (PTX, barrier): its arrivals, and what they tell."""
+
+    arrived: int = 0
+    """Threads that have arrived, in all phases."""
+    view: View = field(default_factory=View)
+
+    def arrive(self, threads: int, full: int, view: View) -> int:
+        """Count threads, and return the phase of `full` threads in which they arrive."""
+        phase = self.arrived // full
+        self.arrived += threads
+        self.view.join(view)
+        return phase
+
+
 @dataclass(eq=False)
 class Product:
     """An asynchronous product in flight (wgmma): its view, its result, and the registers that it
@@ -85,7 +104,7 @@ class Machine:
 
     def __init__(self, file: str, lines: Sequence[str], schedule: Schedule, told: str) -> None:
         """`file` and `lines` are the kernel's text, `told` what a fault says of the schedule."""
-        self.program_id = 0
+        self.program_id, self.num_programs = 0, 1
         self.steps = 0
         self._file, self._lines, self._told = file, lines, told
         self._schedule = schedule
@@ -93,6 +112,7 @@ class Machine:
         self._transfers: list[Transfer] = []
         self._waited: list[Transfer] = []
         self._barriers: dict[tuple[str, int], Barrier] = {}
+        self._named: dict[int, NamedBarrier] = {}
         self._actors = 0
         self._used = 0
         self._main = greenlet.getcurrent()
@@ -273,6 +293,18 @@ class Machine:
         if key not in self._barriers:
             self._barriers[key] = Barrier(name)
         return self._barriers[key]
+
+    def named_barrier(self, number: int, threads: int, *, waits: bool) -> None:
+        """Arrive at a barrier of all threads of some partitions, and wait for the others of its
+        phase if `waits`: bar.sync, or else bar.arrive."""
+        barrier = self._named.setdefault(number, NamedBarrier())
+        phase = barrier.arrive(THREADS_OF_GROUP, threads, self.me.view)
+        self.me.release()
+        if waits:
+            self.wait(lambda: barrier.arrived >= (phase + 1) * threads, f"bar.sync {number}")
+            self.me.view.join(barrier.view)
+        else:
+            self.pause()
 
     def specialize(
         self,

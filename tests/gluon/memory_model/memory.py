@@ -149,15 +149,18 @@ class GlobalTensor:
     """A tensor of global memory, and how often each of its elements was written."""
 
     def __init__(self, name: str, tensor: torch.Tensor) -> None:
-        if not tensor.is_contiguous():
-            raise NotModelled(f"{name} must be contiguous, got strides {tensor.stride()}")
         self.name = name
         self.tensor = tensor
-        given = tensor.detach().reshape(-1)
+        extent = 1 + sum(
+            (n - 1) * s
+            for n, s in zip(tensor.shape, tensor.stride(), strict=True)
+            if tensor.numel()
+        )
+        given = tensor.detach().as_strided((extent if tensor.numel() else 0,), (1,))
         narrow = tensor.dtype in _NARROW
         self._values = (given.float() if narrow else given).numpy()
         self._bits = given.view(torch.int16).numpy() if narrow else None
-        self.writes = np.zeros(tensor.numel(), np.int64)
+        self.writes = np.zeros(given.numel(), np.int64)
         self.read_bytes = 0
         self.written_bytes = 0
 

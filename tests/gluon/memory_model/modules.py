@@ -26,6 +26,7 @@ from tests.gluon.memory_model.language import (
     largest,
     load,
     now,
+    num_programs,
     program_id,
     reduced,
     smallest,
@@ -82,7 +83,7 @@ def modules(jit: Callable[..., Any]) -> dict[str, ModuleType]:
 
 
 _NAMES = (
-    *("float32", "float16", "bfloat16", "int32", "int64", "int1"),
+    *("float32", "float16", "bfloat16", "int32", "int64", "uint8", "int1"),
     *("BlockedLayout", "SliceLayout", "DotOperandLayout", "NVMMADistributedLayout"),
     *("NVMMASharedLayout", "SwizzledSharedLayout"),
 )
@@ -92,7 +93,12 @@ _LANGUAGE: dict[str, Any] = {name: getattr(real, name) for name in _NAMES} | {
     **{"max": reduced(np.max), "min": reduced(np.min), "sum": reduced(np.sum)},
     **{"exp2": function_of(np.exp2), "log2": function_of(np.log2), "exp": function_of(np.exp)},
     **{"abs": function_of(np.abs), "load": load, "store": store, "cdiv": cdiv},
-    **{"program_id": program_id, "static_range": range, "static_assert": static_assert},
+    **{
+        "program_id": program_id,
+        "num_programs": num_programs,
+        "static_range": range,
+        "static_assert": static_assert,
+    },
     "constexpr": constexpr,
     "inline_asm_elementwise": inline_asm_elementwise,
     "allocate_shared_memory": lambda dtype, shape, layout, value=None: now().allocate(

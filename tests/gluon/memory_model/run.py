@@ -21,7 +21,7 @@ from tests.gluon.memory_model.schedules import RandomSchedule, Schedule
 from tests.gluon.memory_model.values import Int
 
 FILE = "<emitted Gluon>"
-_OPTIONS = ("num_warps", "num_ctas", "num_stages", "maxnreg")
+_OPTIONS = ("num_warps", "num_ctas", "num_stages", "maxnreg", "enable_fp_fusion")
 
 
 @dataclass
@@ -42,8 +42,10 @@ def run(
     seed: int = 0,
     schedule: Callable[[int], Schedule] | None = None,
     twins: Twins | None = None,
+    bind: Callable[[Any], Any] = lambda launch: launch,
 ) -> tuple[Any, Report]:
     """Call `launch(*given)` of a Gluon file with CPU tensors, and return its results and a report.
+    `bind` returns the launch with more of its arguments, from the file's own.
 
     The programs of a launch run one after the other; `schedule` makes the schedule of a program by
     its number, by default a random one of `seed`; `twins` say what inline assembly computes, by its
@@ -54,7 +56,7 @@ def run(
     launches = _Launches(lines, seed, schedule, twins)
     _now.append(launches)
     try:
-        results = module["launch"](*given)
+        results = bind(module["launch"])(*given)
     finally:
         _now.pop()
     if launches.report.steps:
@@ -87,7 +89,7 @@ class _Launches:
         for program in range(grid):
             told = f"seed {self._seed}, program {program}"
             machine = Machine(FILE, self._lines, self._schedule(program), told)
-            machine.program_id = program
+            machine.program_id, machine.num_programs = program, grid
             given = {
                 name: tensor
                 if "constexpr" in str(kinds.get(name, ""))
@@ -164,6 +166,11 @@ class _Kernel:
         return launch
 
 
+def _jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """Return a jitted function, or a decorator with options, which change no results."""
+    return _Kernel if function is None else _Kernel(function)
+
+
 def _names(function: Any) -> tuple[str, ...]:
     return function.__code__.co_varnames[: function.__code__.co_argcount]
 
@@ -171,7 +178,7 @@ def _names(function: Any) -> tuple[str, ...]:
 @lru_cache(maxsize=256)
 def _loaded(source: str) -> tuple[dict[str, Any], list[str]]:
     """Return the names of a file that is run with the model's Gluon, and its lines."""
-    models = modules(_Kernel)
+    models = modules(_jit)
 
     def imported(name: str, *given: Any) -> Any:
         wanted = given[2] if len(given) > 2 else ()

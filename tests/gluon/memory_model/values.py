@@ -16,7 +16,7 @@ INT32 = -(2**31), 2**31 - 1
 _TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _NUMPY: dict[str, type[Any]] = {
     **{"fp32": np.float32, "bf16": np.float32, "fp16": np.float32},
-    **{"int32": np.int64, "int64": np.int64, "int1": np.bool_},
+    **{"int32": np.int64, "int64": np.int64, "uint8": np.int64, "int1": np.bool_},
 }
 """Types that hold the values of a dtype exactly."""
 
@@ -33,6 +33,10 @@ def rounded(data: np.ndarray, dtype: Any) -> np.ndarray:
     if (narrow := _TORCH.get(str(dtype))) is None:
         return data.astype(numpy_type(dtype), copy=False)
     return torch.from_numpy(np.ascontiguousarray(data, np.float32)).to(narrow).float().numpy()
+
+
+_WIDER = ("int32", "int64", "fp32")
+"""Dtypes that an operation of two operands promotes, to the later one."""
 
 
 class Int(int):
@@ -52,6 +56,10 @@ class Int(int):
 
     def __neg__(self) -> Int:
         return _checked(-int(self))
+
+    def to(self, dtype: Any) -> Int:
+        """Return the integer: widths beyond 32 bits are not told apart."""
+        return self
 
 
 def _checked(value: int) -> Int:
@@ -159,6 +167,10 @@ def combined(run: Callable[..., np.ndarray], value: Any, other: Any, gives: Any 
     a, dtype = as_operand(value, first.dtype)
     b, other_dtype = as_operand(other, first.dtype)
     names = {str(dtype), str(other_dtype)}
+    if len(names) > 1 and names <= set(_WIDER):  # as Triton promotes
+        dtype = max((dtype, other_dtype), key=lambda x: _WIDER.index(str(x)))
+        names = {str(dtype)}
+        a, b = a.astype(numpy_type(dtype)), b.astype(numpy_type(dtype))
     if len(names) > 1:
         raise NotModelled(f"expected operands of one dtype, got {' and '.join(sorted(names))}")
     if names & {"bf16", "fp16"} and gives is None:

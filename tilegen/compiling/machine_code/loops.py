@@ -73,7 +73,8 @@ def _flow(code: Sequence[Instruction]) -> tuple[nx.DiGraph[int], dict[int, int]]
         if last.falls_through and end < len(code):
             graph.add_edge(block, end)
     # Jumps through registers lead to the parts of a kernel that its warps divide among themselves.
-    unreached = [block for block in blocks if block and not graph.in_degree(block)]
+    # Such a part may begin with a loop that waits for registers.
+    unreached = [block for block in blocks if block and not {*graph.predecessors(block)} - {block}]
     for block, end in blocks.items():
         if code[end - 1].scatters:
             graph.add_edges_from((block, other) for other in unreached)

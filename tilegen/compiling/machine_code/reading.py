@@ -24,14 +24,17 @@ class MachineCode:
     loops: tuple[LoopCode, ...]
     """Loops in the order of their first instructions."""
 
-    def step(self, multiply_adds: int) -> StepCode | None:
+    def step(self, multiply_adds: int, *, roles: bool = False) -> StepCode | None:
         """Count the instructions of a step of the inner loop, which has this many multiply-adds of
         matrix units. Returns None if no loop has such steps, or if these units form no products.
 
         A loop may be unrolled, in part or fully, and a step may contain a loop over slices of a
-        head dim. Partial tiles have a separate loop, with more instructions.
+        head dim. Partial tiles have a separate loop, with more instructions. With `roles`, each
+        computing warpgroup has loops of its own for its part of a step, inside of a loop over row
+        tiles.
         """
-        steps = sorted(self._steps(multiply_adds), key=lambda step: step.instructions)
+        each = self._steps_of_roles if roles else self._steps
+        steps = sorted(each(multiply_adds), key=lambda step: step.instructions)
         if not steps:
             return None
         return replace(
@@ -61,6 +64,12 @@ class MachineCode:
             yield from self._nest(loop, inner, multiply_adds)
         if self._is_step:
             yield from self._nest(self.body, [], multiply_adds)
+
+    def _steps_of_roles(self, multiply_adds: int) -> Iterator[StepCode]:
+        loops = [loop for loop in self.loops if loop.products]
+        for loop, after in zip(loops, [*loops[1:], None], strict=True):
+            if after is None or after.depth <= loop.depth:  # no loop inside has products
+                yield from self._nest(loop, [], multiply_adds)
 
     def _nest(
         self, loop: LoopCode, inner: list[LoopCode], multiply_adds: int

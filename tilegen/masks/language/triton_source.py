@@ -62,15 +62,18 @@ class Writer:
         *,
         stem: str = "x",
         precise: bool = True,
+        tanh: str = "",
     ) -> None:
         """`names` spells the symbols, `loads` says where captured tensors lie, and shared values
         are called `stem` and a number. Unless `precise`, tanh errs by up to 1e-7, also where it is
-        smaller than that, and roots and quotients by two units in the last place."""
+        smaller than that, and roots and quotients by two units in the last place. `tanh` names the
+        kernel's own function, which replaces both."""
         self.statements: list[str] = []
         self._names = dict(names)
         self.loads = loads
         self._stem = stem
         self._precise = precise
+        self._tanh = tanh
         self._sizes = Sizes(loads.bounds, loads.wide)
         self._shared: set[Expr] = set()
         self._named: dict[Expr, str] = {}
@@ -349,6 +352,8 @@ class Writer:
     def _function(self, expr: Expr) -> tuple[str, int]:
         source = self._inside(expr.args[0], LOWEST)
         match expr.op:
+            case "tanh" if self._tanh:
+                return f"{self._tanh}({source})", ATOM
             case "tanh":
                 return tanh(self.name, source, precise=self._precise), ATOM
             case "sigmoid":

@@ -10,6 +10,7 @@ import sympy as sp
 
 from tilegen.kernels.spec import Direction
 from tilegen.model.symbols import (
+    UNMASKED,
     B_c,
     B_r,
     N,
@@ -28,7 +29,6 @@ from tilegen.model.symbols import (
 )
 from tilegen.model.traffic import (
     ACCUMULATOR_BYTES,
-    UNMASKED,
     Size,
     Term,
     total_bytes,

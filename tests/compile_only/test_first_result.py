@@ -1,55 +1,15 @@
-"""The benchmarks of bundles, as far as they go without a GPU."""
+"""The benchmark of first results, as far as it goes without a GPU."""
 
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import typer
 
-from benchmarks import bundle, first_result
-from tests import warm
+from benchmarks import first_result
 from tilegen.problem import AttentionProblem
 
 SMALL = AttentionProblem.parse("hq2 hkv1 q128 d32 fp16 causal")
-
-
-ONE_COMPILER = """
-from functools import partial
-from tests.bundles import rank_small_tile
-from tilegen.compiling.workers import Pool
-from tilegen.bundles import building
-building.Pool, building.rank = partial(Pool, 1), rank_small_tile
-"""
-
-
-def generated(command: list[str], *, env: dict[str, str], **_: object) -> SimpleNamespace:
-    """Stand for `subprocess.run`: one process starts to compile small tiles, not one for each
-    core."""
-    _, _, module, *arguments = command
-    code = f"{ONE_COMPILER}\nfrom runpy import run_module; run_module({module!r}, None, '__main__')"
-    return SimpleNamespace(stdout=warm.output(code, *arguments, env=env))
-
-
-def test_a_bundle_is_generated_again_checked_and_searched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in (("CALLS", 20), ("TURNS", 1), ("LOOKUPS", 5)):
-        monkeypatch.setattr(bundle, name, value)
-    monkeypatch.setattr(bundle, "PROBLEMS", {"llama3-8b-8k": SMALL})
-    forked = SimpleNamespace(run=generated, PIPE=subprocess.PIPE)
-    monkeypatch.setattr(bundle, "subprocess", forked)
-    numbers = {one.benchmark: one for one in bundle.numbers(tmp_path, ("sm_90",))}
-    assert next(iter(numbers)) == "generate 1 problems, sm_90"
-    assert numbers["binaries"].value == 4
-    assert 0 < numbers["bundle with sources and manifest"].value < 1
-    assert numbers["generate what is there"].ratio is not None
-    assert 0 < numbers["attention() from a bundle, up to the driver"].value < 1e4
-    assert len(numbers) == 8
-
-
-def test_every_catalogued_problem_is_in_the_bundle() -> None:
-    assert len(set(bundle.PROBLEMS.values())) == len(bundle.PROBLEMS) > 50
 
 
 @pytest.mark.parametrize("provider", first_result.PROVIDERS)
