@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import json
 import sys
 from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -23,9 +26,9 @@ def examples(
     Example: tilegen examples flex_port > port.py
     """
     sources = {
-        path.name.removesuffix(".py"): path.read_text(encoding="utf-8")
+        Path(path.name).stem: _program(path)
         for path in sorted(files("tilegen.examples").iterdir(), key=lambda path: path.name)
-        if path.name.endswith(".py") and path.name != "__init__.py"
+        if path.name.endswith((".py", ".ipynb")) and path.name != "__init__.py"
     }
     if name and name not in sources:
         hint = did_you_mean(name, sources)
@@ -34,7 +37,7 @@ def examples(
         print_json({name: sources[name]}) if json_ else sys.stdout.write(sources[name])
         return
     titles = {
-        key: (ast.get_docstring(parse_module(text)) or "").partition("\n")[0]
+        key: (ast.get_docstring(parse_module(text)) or "").partition("\n")[0].removeprefix("# ")
         for key, text in sources.items()
     }
     if json_:
@@ -42,3 +45,16 @@ def examples(
         return
     for key, title in titles.items():
         console.print(f"{key:18}{title}")
+
+
+def _program(path: Traversable) -> str:
+    """Return the text of an example. The cells of a notebook are marked as editors know them."""
+    text = path.read_text(encoding="utf-8")
+    if path.name.endswith(".py"):
+        return text
+    parts: list[str] = []
+    for cell in json.loads(text)["cells"]:
+        source = "".join(cell["source"])
+        is_code = cell["cell_type"] == "code"
+        parts.append(f"# %%\n{source}" if is_code else f'# %% [markdown]\n"""\n{source}\n"""')
+    return "\n\n".join(parts) + "\n"
