@@ -31,6 +31,7 @@ LEGEND = (ROOT / "templates" / "README.md").read_text(encoding="utf-8")
 BUNDLES = (ROOT / "tilegen" / "bundles" / "format.md").read_text(encoding="utf-8")
 EXPLAINING = (ROOT / "tilegen" / "explaining" / "README.md").read_text(encoding="utf-8")
 INTEGRATIONS = (ROOT / "tilegen" / "integrations" / "README.md").read_text(encoding="utf-8")
+THEORY = (ROOT / "tilegen" / "theory" / "README.md").read_text(encoding="utf-8")
 MASKS = (ROOT / "tilegen" / "masks" / "README.md").read_text(encoding="utf-8")
 
 
@@ -40,8 +41,8 @@ def blocks(language: str, page: str = README) -> list[str]:
 
 @pytest.mark.parametrize(
     "page",
-    [README, TOUR, CALLS, CLI, MASKS, INTEGRATIONS],
-    ids=["readme", "tour", "calls", "cli", "masks", "integrations"],
+    [README, TOUR, CALLS, CLI, MASKS, INTEGRATIONS, THEORY],
+    ids=["readme", "tour", "calls", "cli", "masks", "integrations", "theory"],
 )
 def test_python_blocks_print_as_shown(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TILEGEN_CPU")  # they run kernels, as users see them
@@ -205,6 +206,7 @@ def test_every_argument_of_a_kernel_is_on_the_page_of_bundles() -> None:
         "tilegen/model/README.md",
         "tilegen/runtime/README.md",
         "tilegen/store/README.md",
+        "tilegen/theory/README.md",
     ],
 )
 def test_links_lead_somewhere(page: str) -> None:
