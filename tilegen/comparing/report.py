@@ -39,14 +39,21 @@ def title(row: Row) -> str:
     return f"{problem}, {kind}, on {row.device}{threads}"
 
 
-def header(row: Row) -> str:
-    """Return the heads of the columns."""
-    return _line("length", row, [cell.attention for cell in row.cells])
+def header(row: Row, width: int = 0) -> str:
+    """Return the heads of the columns; see `lines`."""
+    line = _line("length", row, [cell.attention for cell in row.cells])
+    return _tall("length", "attention", "time", "memory") if 0 < width < len(line) else line
 
 
-def lines(row: Row) -> Iterator[str]:
-    """Yield the line of times, with their ratios to tilegen's, and the line of memory."""
+def lines(row: Row, width: int = 0) -> Iterator[str]:
+    """Yield the line of times, with their ratios to tilegen's, and the line of memory. Where a
+    terminal's `width` is too small for all attentions, each has a line of its own."""
     head = f"{row.length} {'fwd' if row.direction == 'forward' else 'bwd'}"
+    if header(row, width) != header(row):
+        for cell in row.cells:
+            yield _tall(head, cell.attention, _time(cell), _memory(cell))
+            head = ""
+        return
     yield _line(head, row, [_time(cell) for cell in row.cells])
     yield _line("", row, [_memory(cell) for cell in row.cells])
 
@@ -56,6 +63,10 @@ def _line(first: str, row: Row, texts: Sequence[str]) -> str:
     columns = zip(names, texts, strict=True)
     cells = (f"{text:>{max(COLUMN, len(name) + 2)}}" for name, text in columns)
     return f"{first:<{LENGTH}}{''.join(cells)}".rstrip()
+
+
+def _tall(first: str, attention: str, time: str, memory: str) -> str:
+    return f"{first:<{LENGTH}}{attention:<{COLUMN}}{time:>{COLUMN}}{memory:>{COLUMN}}"
 
 
 def _time(cell: Cell) -> str:
