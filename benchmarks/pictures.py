@@ -1,9 +1,10 @@
 """Draw the pictures of pages: a line of masks, and comparisons.
 
-    tilegen compare PROBLEM --backward --json > benchmarks/results/compare/NAME.json
+    tilegen compare PROBLEM --backward --json > benchmarks/results/cpu/compare.json
     python -m benchmarks.pictures
 
-Each comparison becomes a picture beside it. All can be read on white and on black.
+A comparison in a folder of results becomes a picture beside it. All can be read on white and on
+black.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from tilegen.comparing.compare import Cell, Row
 from tilegen.masks import parse_mask
 
 GALLERY = RESULTS / "masks.svg"
-COMPARISONS = RESULTS / "compare"
+COMPARISONS = "*/compare.json"
+"""The comparisons among the results."""
 SIDE, TILE = 32, 4
 """Rows of a drawn mask, and of its tiles."""
 IDS = torch.repeat_interleave(torch.arange(3), torch.tensor([9, 15, 8]))
@@ -82,7 +84,7 @@ def comparison(file: Path) -> list[Row]:
 def main() -> None:
     """Draw all pictures anew."""
     GALLERY.write_text(gallery(), encoding="utf-8")
-    for file in sorted(COMPARISONS.glob("*.json")):
+    for file in sorted(RESULTS.glob(COMPARISONS)):
         report.draw(comparison(file), file.with_suffix(".svg"))
 
 

@@ -55,15 +55,18 @@ def test_comparisons_are_read_as_written(tmp_path: Path, monkeypatch: pytest.Mon
     cell = Cell(attention="tilegen", seconds=1e-3, peak_bytes=2**20, counted_bytes=2**20)
     names = {"problem": "b1 hq2 q64 kv64 d16 fp32 full", "device": "zen3", "threads": 2}
     rows = [Row(direction="forward", length=64, cells=(cell,), **names)]
-    (tmp_path / "a.json").write_text(json.dumps([asdict(row) for row in rows]))
-    assert pictures.comparison(tmp_path / "a.json") == rows
-    monkeypatch.setattr(pictures, "COMPARISONS", tmp_path)
+    file = tmp_path / "cpu" / "compare.json"
+    file.parent.mkdir()
+    file.write_text(json.dumps([asdict(row) for row in rows]))
+    assert pictures.comparison(file) == rows
+    monkeypatch.setattr(pictures, "RESULTS", tmp_path)
     monkeypatch.setattr(pictures, "GALLERY", tmp_path / "masks.svg")
     pictures.main()
-    assert "forward: time, ms" in (tmp_path / "a.svg").read_text()
+    assert "forward: time, ms" in file.with_suffix(".svg").read_text()
 
 
 def test_each_committed_comparison_has_its_picture() -> None:
-    for file in pictures.COMPARISONS.glob("*.json"):
-        assert file.with_suffix(".svg").is_file(), "python -m benchmarks.pictures"
+    for file in pictures.RESULTS.glob(pictures.COMPARISONS):
         assert pictures.comparison(file)
+        drawn = file.with_suffix(".svg").read_text(encoding="utf-8")
+        assert "<!-- forward: time, ms -->" in drawn, "python -m benchmarks.pictures"

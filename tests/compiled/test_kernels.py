@@ -182,3 +182,15 @@ def test_a_mask_wider_than_the_sequence_is_no_mask() -> None:
     masked = run(kernels(wide), inputs, 0.2)
     full = run(kernels(replace(wide, mask=parse_mask("full"))), inputs, 0.2)
     torch.testing.assert_close(masked["out"], full["out"])
+
+
+def test_plans_for_other_types_launch_their_own_code() -> None:
+    """Both have the same kernel, and the lengths of one would be read as those of the other."""
+    q, k, v = (torch.randn(3, 2, 40, 16) for _ in range(3))
+    lengths = torch.tensor([7, 40, 19])
+    kept = torch.arange(40) < lengths[:, None, None, None]
+    expected = scaled_dot_product_attention(q, k, v, attn_mask=kept)
+    plans.forget()
+    for dtype in (torch.int32, torch.int64, torch.int32):
+        out = tilegen.attention(q, k, v, kv_lengths=lengths.to(dtype))
+        torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)

@@ -21,16 +21,13 @@ SHOWN = {
     "new_mask": "as SDPA: True",
     "packed_documents": "the first document is as if alone: True",
     "paged_decoding": "of requests with [40, 8, 83] keys",
-    "small_model": "the same gradient: True",
     "tune_and_share": "4 added",
 }
 """A line that each example prints if it is right."""
 
 
 def test_every_example_is_tried() -> None:
-    files = [*FOLDER.glob("*.py"), *FOLDER.glob("*.ipynb")]
-    assert {path.stem for path in files} - {"__init__"} == set(SHOWN)
-    assert sum(path.stat().st_size for path in files) < 150_000
+    assert {path.stem for path in FOLDER.glob("*.py")} - {"__init__"} == set(SHOWN)
 
 
 @pytest.mark.parametrize("name", SHOWN)
@@ -38,36 +35,35 @@ def test_it_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delenv("TILEGEN_CPU", raising=False)
     monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    text = run("examples", name)  # of a notebook the cells
+    text = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
     assert SHOWN[name] in warm.output(text)
-    assert text.count("\n") <= {"mini": 400, "small_model": 150}.get(name, 60)
-
-
-def test_the_notebook_is_valid_and_has_no_outputs() -> None:
-    """By the format's description: nbformat 4.5, where each cell has an id."""
-    notebook = json.loads((FOLDER / "small_model.ipynb").read_text(encoding="utf-8"))
-    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
-    cells = notebook["cells"]
-    assert len({cell["id"] for cell in cells}) == len(cells)
-    for cell in cells:
-        code = {"outputs": [], "execution_count": None} if cell["cell_type"] == "code" else {}
-        source = {name: cell[name] for name in ("id", "source")}
-        assert cell == source | {"cell_type": cell["cell_type"], "metadata": {}} | code
-    assert "tilegen.explain" in "".join(cells[-1]["source"]), "it ends with the reasons"
+    assert text.count("\n") <= (400 if name == "mini" else 60)
 
 
 @pytest.mark.parametrize("name", SHOWN)
 def test_it_is_linked_from_a_page(name: str) -> None:
     pages = [*(ROOT / "tilegen").rglob("*.md"), ROOT / "README.md"]
-    texts = [page.read_text(encoding="utf-8") for page in pages]
-    assert any(f"examples/{name}.{end})" in text for text in texts for end in ("py", "ipynb"))
+    assert any(f"examples/{name}.py)" in page.read_text(encoding="utf-8") for page in pages)
 
 
 def test_the_command_lists_and_prints_them(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     listed = run("examples").splitlines()
-    assert [line.split()[0] for line in listed] == sorted(SHOWN)
+    assert [line.split()[0] for line in listed] == sorted([*SHOWN, "tour"])
     assert run("examples", "new_mask") == (FOLDER / "new_mask.py").read_text(encoding="utf-8")
-    assert set(json.loads(run("examples", "--json"))) == set(SHOWN)
+    assert set(json.loads(run("examples", "--json"))) == {*SHOWN, "tour"}
     assert "did you mean new_mask" in failing(monkeypatch, capsys, "examples", "new_msk")
+
+
+def test_the_cells_of_the_notebook_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TILEGEN_CPU", raising=False)
+    monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    cells = json.loads((FOLDER / "tour.ipynb").read_text(encoding="utf-8"))["cells"]
+    programs = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert not any(cell.get("outputs") for cell in cells)
+    shown = warm.output("\n".join(programs))
+    assert float(shown.partition("largest difference: ")[2].split()[0]) < 1e-5
+    assert "query rows stationary" in shown
+    assert sum(path.stat().st_size for path in FOLDER.iterdir() if path.is_file()) < 150_000

@@ -6,8 +6,6 @@ import ast
 import json
 import sys
 from importlib.resources import files
-from importlib.resources.abc import Traversable
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -21,12 +19,12 @@ def examples(
     name: Annotated[str, typer.Argument(help="an example; default: list all")] = "",
     json_: Json = False,
 ) -> None:
-    """List example programs, or print one.
+    """List example programs and a notebook, or print one.
 
     Example: tilegen examples flex_port > port.py
     """
     sources = {
-        Path(path.name).stem: _program(path)
+        path.name.partition(".")[0]: path.read_text(encoding="utf-8")
         for path in sorted(files("tilegen.examples").iterdir(), key=lambda path: path.name)
         if path.name.endswith((".py", ".ipynb")) and path.name != "__init__.py"
     }
@@ -36,10 +34,7 @@ def examples(
     if name:
         print_json({name: sources[name]}) if json_ else sys.stdout.write(sources[name])
         return
-    titles = {
-        key: (ast.get_docstring(parse_module(text)) or "").partition("\n")[0].removeprefix("# ")
-        for key, text in sources.items()
-    }
+    titles = {key: _title(text) for key, text in sources.items()}
     if json_:
         print_json(titles)
         return
@@ -47,14 +42,7 @@ def examples(
         console.print(f"{key:18}{title}")
 
 
-def _program(path: Traversable) -> str:
-    """Return the text of an example. The cells of a notebook are marked as editors know them."""
-    text = path.read_text(encoding="utf-8")
-    if path.name.endswith(".py"):
-        return text
-    parts: list[str] = []
-    for cell in json.loads(text)["cells"]:
-        source = "".join(cell["source"])
-        is_code = cell["cell_type"] == "code"
-        parts.append(f"# %%\n{source}" if is_code else f'# %% [markdown]\n"""\n{source}\n"""')
-    return "\n\n".join(parts) + "\n"
+def _title(text: str) -> str:
+    if text.startswith("{"):  # a notebook, which begins with its title
+        return json.loads(text)["cells"][0]["source"][0].strip("# \n") + ", a notebook."
+    return (ast.get_docstring(parse_module(text)) or "").partition("\n")[0]

@@ -58,9 +58,10 @@ class EmittedFunction:
         """The machine code for the declared types."""
         return self._declared.made
 
-    @cached_property
+    @property
     def launch(self) -> Launch:
-        """The `launch` of the emitted file, for tensors on a CPU."""
+        """A new `launch` of the emitted file, for tensors on a CPU. It is for arguments of the same
+        types as those of its first call, as a plan has them."""
         tiles: Any = None
         if self._is_described:
             from triton.tools.tensor_descriptor import TensorDescriptor
