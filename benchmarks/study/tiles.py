@@ -28,10 +28,15 @@ from tilegen.theory.schedules import SCHEDULES, Held
 from tilegen.theory.schedules.record import weight
 
 FAMILIES: dict[Direction, dict[Family, FamilySpec]] = {
-    direction: {name: one for name, one in its.items() if not any(k.parts for k in one.kernels)}
+    direction: {
+        name: one
+        for name, one in its.items()
+        if not any(k.parts or k.specialised for k in one.kernels)
+    }
     for direction, its in registry.FAMILIES.items()
 }
-"""The families that a schedule of theory/ describes: none that splits rows over programs."""
+"""The families that a schedule of theory/ describes and a processor runs: none that splits rows
+over programs, or gives warpgroups roles."""
 LARGE_CACHE: dict[Direction, Family] = {"forward": "q_stationary", "backward": "two_pass"}
 DTYPES = {4: "fp32", 2: "fp16"}
 """Dtypes that kernels are counted in, by the bytes of an element."""

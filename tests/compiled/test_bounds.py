@@ -16,6 +16,7 @@ SMALLEST = {
     direction: {
         name: {kernel: min(configs_of(kernel)) for kernel in family.names}
         for name, family in families.items()
+        if not any(kernel.specialised for kernel in family.kernels)  # which no processor runs
     }
     for direction, families in FAMILIES.items()
 }

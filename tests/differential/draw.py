@@ -158,7 +158,8 @@ def _configs(random: Random, group: int, paged: bool, drops: bool) -> dict[str, 
         able = [
             one.kernels
             for one in families.values()
-            if (not drops or "dropout" in one.supports)
+            if not any(kernel.specialised for kernel in one.kernels)  # which no processor runs
+            and (not drops or "dropout" in one.supports)
             and (one.direction == "backward" or paged == ("pages" in one.supports))
         ]
         kernels += random.choice(able)

@@ -116,8 +116,8 @@ def compile_for(rendered: RenderedKernel, arch: str, *, line_info: bool = True) 
     from tilegen.kernels.registry import KERNELS
     from tilegen.private_triton import ASTSource, gluon_source, in_gluon, knobs
 
-    spec = KERNELS[rendered.kernel]
-    base = gluon_source() if spec.specialised else ASTSource
+    spec, specialised = KERNELS.get(rendered.kernel), rendered.specialised
+    base = gluon_source() if specialised else ASTSource
 
     class Source(base):  # type: ignore[misc]
         """A function that Triton parses here, and in no other step of `triton.compile`."""
@@ -130,7 +130,7 @@ def compile_for(rendered: RenderedKernel, arch: str, *, line_info: bool = True) 
             with collection_paused():
                 return super().make_ir(*arguments)
 
-    if spec.requires and arch not in spec.requires:
+    if spec and spec.requires and arch not in spec.requires:
         raise Unsupported(f"{rendered.function} needs {' or '.join(spec.requires)}, not {arch}")
     if rendered.config.descriptors and arch not in ARCHITECTURES:
         raise Unsupported(f"{rendered.function}: {arch} has no tensor descriptors")
@@ -146,15 +146,14 @@ def compile_for(rendered: RenderedKernel, arch: str, *, line_info: bool = True) 
     source = Source(
         fn=function,
         signature={
-            name: in_gluon(type_) if spec.specialised else type_
-            for name, type_ in rendered.signature
+            name: in_gluon(type_) if specialised else type_ for name, type_ in rendered.signature
         },
         constexprs={},
         attrs={(i,): divisible for i in pointers},
     )
     # The options of `launch`. Fusion is explicit, because Triton 3.10 changes its default.
     options = {
-        "num_warps": launched_warps(rendered.config, specialised=spec.specialised),
+        "num_warps": launched_warps(rendered.config, specialised=specialised),
         "num_stages": rendered.config.num_stages,
         "enable_fp_fusion": True,
     }

@@ -48,6 +48,12 @@ class RenderedKernel:
     signature: tuple[tuple[str, str], ...]
     """(argument, Triton type) of the function, for compiling without a GPU."""
 
+    @property
+    def specialised(self) -> bool:
+        """True if warpgroups have roles. The text says so where its family is not registered, as in
+        processes that compile."""
+        return "\n@gluon.jit" in self.source
+
 
 def representative(problem: AttentionProblem) -> AttentionProblem:
     """Return the problem that stands for all problems with the same emitted kernels: any batch,
