@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -148,8 +149,11 @@ def test_pictures_are_the_same_for_the_same_rows(tmp_path: Path) -> None:
     for name in ("a.svg", "a.png"):
         report.draw(rows, tmp_path / name)
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    for name in ("tilegen", "standard"):
-        assert name in report.COLOURS
+    texts = re.findall("<!-- (.*?) -->", (tmp_path / "a.svg").read_text())
+    assert texts.count("forward: time, ms") == texts.count("forward: peak of memory, MiB") == 1
+    names = [cell.attention for cell in rows[0].cells if cell.seconds]
+    assert {texts.count(name) for name in names} == {1}, "each is in the legend once"
+    assert texts.count(report.title(rows[0])) == 1
 
 
 @pytest.mark.parametrize(

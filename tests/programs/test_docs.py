@@ -91,13 +91,21 @@ def test_every_setting_is_on_its_page_and_there_are_few() -> None:
         assert f"| `{name}` |" in CLI
 
 
-def test_shown_output_of_explain_is_real() -> None:
-    for page in (README, EXPLAINING):
+def test_shown_output_is_real(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on a terminal of so many columns as a comment at the command says."""
+    seen: set[int] = set()
+    for page in (README, EXPLAINING, CLI):
         for block in blocks("console", page):
             command, *shown = block.splitlines()
-            words = shlex.split(command.removeprefix("$ tilegen "))
+            width = int((re.findall(r"# (\d+) columns$", command) or [0])[0])
+            seen.add(width)
+            for module in ("options", "main", "compare"):
+                monkeypatch.setattr(f"tilegen.cli.{module}.columns", lambda width=width: width)
+            words = shlex.split(command.removeprefix("$ tilegen "), comments=True)
             result = CliRunner().invoke(app, words, catch_exceptions=False)
             assert shown == [line.rstrip() for line in result.stdout.splitlines()]
+            assert not width or max(map(len, shown)) <= width
+    assert seen == {0, 80, 120}
 
 
 def test_the_step_in_the_readme_is_emitted() -> None:

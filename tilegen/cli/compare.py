@@ -12,6 +12,7 @@ import typer
 from tilegen.cli.options import (
     Gpu,
     Json,
+    columns,
     console,
     joined,
     positive,
@@ -81,8 +82,9 @@ def _print(row: Row, rows: list[Row]) -> None:
     """Print a row as it is measured, the first after its title."""
     from tilegen.comparing import report
 
+    width = columns()
     if len(rows) == 1:
         console.print(report.title(row))
-        console.print(report.header(row))
-    for line in report.lines(row):
+        console.print(report.header(row, width))
+    for line in report.lines(row, width):
         console.print(line)

@@ -34,8 +34,10 @@ from tilegen.cli.options import (
     KernelsOption,
     OneKernel,
     Problem,
+    columns,
     console,
     positive,
+    print_for_terminal,
     print_json,
     print_wrapped,
     say_unless,
@@ -57,6 +59,8 @@ app = typer.Typer(
 app.add_typer(cache_app, name="cache")
 app.add_typer(fleet_app, name="fleet")
 
+LABEL = 9
+"""Columns before the text of a line of an explanation."""
 FAILED, MISTYPED, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 """Exit codes: it ran and failed, or found something wrong; what was typed is wrong or cannot be
 done here; Ctrl-C; SIGTERM."""
@@ -155,8 +159,7 @@ def demo(
     """
     from tilegen.cli.demo import demonstrate
 
-    width = console.width if console.is_terminal else 0
-    results = demonstrate(problem, say_unless(json_), seconds, width)
+    results = demonstrate(problem, say_unless(json_), seconds, columns())
     if json_:
         print_json(results)
 
@@ -245,7 +248,7 @@ def explain(
         console.print(explanation.latex())
         return
     sections = [*(section or ()), *([api.ALL] if all_ else ())]
-    console.print(explanation.text(*sections))
+    print_for_terminal(explanation.text(*sections), LABEL)
     if not sections:
         console.print("\nmore: --all, or --section NAME; see tilegen explain --help")
     if plot is not None:

@@ -87,14 +87,30 @@ def titled(device: Device) -> str:
     return f"{device.name} ({device.title})"
 
 
+def columns() -> int:
+    """Return the columns of the terminal; 0 if the output is none."""
+    return console.width if console.is_terminal else 0
+
+
 def print_wrapped(lines: Iterable[str], indented: int | None = None) -> None:
     """Print lines, at most WIDTH columns wide; what is left over is indented by two columns more,
     or by so many."""
+    width = min(WIDTH, columns() or WIDTH)
     for line in lines:
         more = len(line) - len(line.lstrip()) + 2 if indented is None else indented
-        indent = " " * more
-        for part in textwrap.wrap(line, WIDTH, break_on_hyphens=False, subsequent_indent=indent):
-            console.print(part)
+        console.print(_filled(line, width, more))
+
+
+def print_for_terminal(text: str, indented: int) -> None:
+    """Print a text, whose lines are wrapped only where a terminal is too narrow for them."""
+    width = columns()
+    for line in text.splitlines():
+        console.print(_filled(line, width, indented) if len(line) > width > 0 else line)
+
+
+def _filled(line: str, width: int, indented: int) -> str:
+    width = max(width, 2 * indented)
+    return textwrap.fill(line, width, break_on_hyphens=False, subsequent_indent=" " * indented)
 
 
 def working(doing: str) -> AbstractContextManager[object]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tilegen.plots import check_file, save
 from tilegen.units import memory_text, ratio_text, seconds_text
@@ -39,14 +39,21 @@ def title(row: Row) -> str:
     return f"{problem}, {kind}, on {row.device}{threads}"
 
 
-def header(row: Row) -> str:
-    """Return the heads of the columns."""
-    return _line("length", row, [cell.attention for cell in row.cells])
+def header(row: Row, width: int = 0) -> str:
+    """Return the heads of the columns; see `lines`."""
+    line = _line("length", row, [cell.attention for cell in row.cells])
+    return _tall("length", "attention", "time", "memory") if 0 < width < len(line) else line
 
 
-def lines(row: Row) -> Iterator[str]:
-    """Yield the line of times, with their ratios to tilegen's, and the line of memory."""
+def lines(row: Row, width: int = 0) -> Iterator[str]:
+    """Yield the line of times, with their ratios to tilegen's, and the line of memory. Where a
+    terminal's `width` is too small for all attentions, each has a line of its own."""
     head = f"{row.length} {'fwd' if row.direction == 'forward' else 'bwd'}"
+    if header(row, width) != header(row):
+        for cell in row.cells:
+            yield _tall(head, cell.attention, _time(cell), _memory(cell))
+            head = ""
+        return
     yield _line(head, row, [_time(cell) for cell in row.cells])
     yield _line("", row, [_memory(cell) for cell in row.cells])
 
@@ -56,6 +63,10 @@ def _line(first: str, row: Row, texts: Sequence[str]) -> str:
     columns = zip(names, texts, strict=True)
     cells = (f"{text:>{max(COLUMN, len(name) + 2)}}" for name, text in columns)
     return f"{first:<{LENGTH}}{''.join(cells)}".rstrip()
+
+
+def _tall(first: str, attention: str, time: str, memory: str) -> str:
+    return f"{first:<{LENGTH}}{attention:<{COLUMN}}{time:>{COLUMN}}{memory:>{COLUMN}}"
 
 
 def _time(cell: Cell) -> str:
@@ -103,17 +114,18 @@ def draw(rows: Sequence[Row], file: Path) -> None:
     from matplotlib.figure import Figure
 
     directions = list(dict.fromkeys(row.direction for row in rows))
-    figure = Figure(figsize=(9.0, 0.4 + 3.4 * len(directions)), layout="constrained")
+    figure = Figure(figsize=(9.0, 0.9 + 3.0 * len(directions)), layout="constrained")
     figure.patch.set_alpha(0.0)
     panels = figure.subplots(len(directions), 2, squeeze=False)
     for (times, peaks), direction in zip(panels, directions, strict=True):
         of_pass = [row for row in rows if row.direction == direction]
-        text = f"{direction}: {title(of_pass[0])}"
-        times.set_title(text, color=GREY, fontsize=9, loc="left")
-        _draw_panel(times, of_pass, "seconds", 1e3, "ms")
-        _draw_panel(peaks, of_pass, "peak_bytes", 2.0**-20, "MiB, peak of memory")
-    panels[0][0].legend(labelcolor=GREY, framealpha=0.0, fontsize=9)
-    figure.align_ylabels()
+        _draw_panel(times, of_pass, "seconds", 1e3, f"{direction}: time, ms")
+        _draw_panel(peaks, of_pass, "peak_bytes", 2.0**-20, f"{direction}: peak of memory, MiB")
+    figure.suptitle(title(rows[0]), color=GREY, fontsize=10)
+    drawn = {line.get_label(): line for axes in panels.flat for line in axes.lines}
+    named = [drawn[name] for name in COLOURS if name in drawn]
+    below: Any = "outside lower center"  # matplotlib's types lack it
+    figure.legend(handles=named, ncols=len(named), loc=below, labelcolor=GREY, framealpha=0.0)
     undated = {"Date": None} if file.suffix == ".svg" else {}  # one picture for one comparison
     save(figure, file, dpi=150, metadata=undated)
 
@@ -128,13 +140,16 @@ def _draw_panel(axes: Axes, rows: Sequence[Row], field: str, factor: float, labe
         ]
         if points:
             axes.loglog(*zip(*points, strict=True), "o-", ms=4, color=colour, label=name)
+    from matplotlib.ticker import LogLocator
+
     lengths = [row.length for row in rows]
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [str(length) for length in lengths], minor=False)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("")
     axes.set_xlabel("tokens", color=GREY)
-    axes.set_ylabel(label, color=GREY)
+    axes.set_title(label, color=GREY, fontsize=10, loc="left")
     axes.patch.set_alpha(0.0)
     axes.tick_params(colors=GREY, which="both")
     axes.grid(color=GREY, alpha=0.25)
