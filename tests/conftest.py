@@ -40,7 +40,7 @@ TESTS = Path(__file__).parent
 MOST_WORKERS = 8
 """Each holds PyTorch and SymPy, half a gigabyte; the slowest tests would not end any sooner."""
 SHARES = {"sampled": 10, "slow": 3}
-"""Of the tests with a marker, one in so many runs."""
+"""One in this many of the tests with a marker runs."""
 SLOW = ("compile_only", "compiled", "traced")
 """Folders of slow tests, with long lists of cases."""
 FEW = 3

@@ -1,4 +1,4 @@
-"""What builds report that check every address, or count the bytes that loads and stores move."""
+"""Read the reports of builds that check every address, or that count the bytes moved."""
 
 from __future__ import annotations
 

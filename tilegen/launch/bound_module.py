@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from tilegen.cpu import executable
 from tilegen.emit.launch import launch_of
 from tilegen.kernels.panels import Launch
-from tilegen.kernels.registry import KERNELS
 from tilegen.launch.binding import BoundKernel
 from tilegen.launch.launcher import Described, Run, always, launch_by
 
@@ -43,7 +42,7 @@ def _launch(rendered: RenderedKernel, device: torch.device, module: ModuleType) 
 
     names = vars(module)
     if is_jitted(function := names[rendered.function]):
-        config, roles = rendered.config, KERNELS[rendered.kernel].specialised
+        config, roles = rendered.config, rendered.specialised
         run = TritonRun(module, function, config, rendered.aligned, specialised=roles)
         start, tiles = run.start, Described
     else:

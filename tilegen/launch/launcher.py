@@ -2,7 +2,7 @@
 
 The text is the last part of an emitted file (tilegen/emit/launch.py). It ends in a call of `run`,
 which the file defines by Triton's public syntax. The functions that replace it take less time:
-`TritonRun` for a kernel that Triton compiles, `EmittedFunction.run_for` for one that is compiled
+`TritonRun` for a kernel that Triton compiles, `EmittedFunction` for one that is compiled
 for the CPU, and those of tilegen/bundles for binaries.
 """
 
