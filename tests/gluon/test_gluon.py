@@ -24,7 +24,7 @@ FORMS = {
     "hq8 hkv2 q1024 d256 bf16 causal m128n64w8s2t": (8, 2048, 340),
 }
 """Kernels with their computing warps, the clocks of tensor cores in a step, and the most clocks in
-which a step issues instructions beside no product."""
+which a step issues instructions beside no product, by the Triton that development pins."""
 
 
 def compiled(text: str) -> CompiledKernel:
@@ -48,7 +48,9 @@ def test_full_tiles_spill_nothing_and_hide_the_softmax(text: str) -> None:
     assert step is not None
     assert (built.rendered.config.num_warps, step.local) == (warps, 0)
     assert step.exposed_exponentials == 0
-    assert step.exposed / 4 <= exposed  # four schedulers
+    # Four schedulers. The ptxas of another Triton orders a few instructions otherwise; a product
+    # without a softmax beside it would expose several times as many.
+    assert step.exposed / 4 <= 1.08 * exposed
     assert step.multiply_adds / 2048 == tensor  # multiply-adds of an SM's tensor cores in a clock
     assert not step.serialized
     for loop in loops_of_steps(built, step):
