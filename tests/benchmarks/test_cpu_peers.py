@@ -11,6 +11,7 @@ import torch
 
 from benchmarks import cpu_peers
 from benchmarks.cpu_peer_calls import PEERS, Call, Case, Peer
+from benchmarks.environment import RESULTS
 from benchmarks.rows import read
 from tests.compiled_once import compiled_once
 from tilegen.errors import Unsupported
@@ -94,3 +95,9 @@ def test_masks_of_cases() -> None:
         distance = torch.arange(problem.seqlen_q)[:, None] - torch.arange(problem.seqlen_kv)
         wanted = (distance >= 0) & (distance <= 9) if problem is SMALL[1] else distance > -1000
         assert torch.equal(keep, wanted)
+
+
+def test_the_page_has_the_summary_of_the_result_file() -> None:
+    lines = list(cpu_peers.summary(read(RESULTS / "cpu" / "peers.csv")))
+    table = "\n".join(lines[2 : lines.index("", 2)])
+    assert table in (RESULTS.parent / "README.md").read_text(encoding="utf-8")

@@ -146,7 +146,7 @@ def terms_of(tiled: Tiled) -> dict[str, Number]:
         "steps": floats(run.steps),
         "partial": floats(run.partial),
         "programs": floats(run.programs),
-        "stopped": _stopped(tiled),
+        "stopped": stopped(tiled),
         "multiply_adds": step.multiply_adds,
         "to_scores": 2.0 * sum(one.times * one.multiply_adds * one.scores for one in step.products),
         "columns": step.columns,
@@ -164,7 +164,7 @@ def terms_of(tiled: Tiled) -> dict[str, Number]:
     return {name: terms[name] + 0 * facts["steps"] for name in FORMULAS}
 
 
-def _stopped(tiled: Tiled) -> Number:
+def stopped(tiled: Tiled) -> Number:
     """Return the part of a partial tile's products that are left out. The edge of a causal mask or
     a window halves the square of the longer side that tiles on it make up."""
     if tiled.problem.mask.window is None:
