@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from tilegen.cpu.processors import Processor
     from tilegen.device import Device
     from tilegen.emit.identity import RenderedKernel
+    from tilegen.explaining.explanation import Explanation
     from tilegen.explaining.machine_code import MachineCodeFacts
-    from tilegen.explaining.text import Explanation
     from tilegen.gpus.spec import GpuSpec
     from tilegen.model.estimate import Candidate
     from tilegen.store import TuningRecord
@@ -105,14 +105,14 @@ def explain(
     the problem. Raises Unsupported.
     """
     from tilegen.devices import device_of
-    from tilegen.explaining.explanation import explain_all
-    from tilegen.explaining.text import Explanation
+    from tilegen.explaining.explained import explain_all
+    from tilegen.explaining.explanation import Explanation
 
     spec, parsed, tile = device_of(gpu, fast_memory), problem_of(problem), config_of(config)
     by_model = by_model or fast_memory is not None
     named = kernels_named if by_model else kernels_in_use
     kernels = named(kernel, parsed, spec)
-    explained = explain_all(parsed, spec, kernels, tile, by_model=by_model, alternatives=False)
+    explained = explain_all(parsed, spec, kernels, tile, by_model=by_model)
     return Explanation(problem=parsed, gpu=spec, explained=explained, with_passes=kernel == ALL)
 
 

@@ -4,14 +4,13 @@ instructions, the time of each unit, and the work that the products hide."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from tilegen.choose.ranker import estimate, time_as_compiled
 from tilegen.compiling.compiler import CompiledKernel, compile_for
 from tilegen.compiling.machine_code.counts import LoopCode
 from tilegen.emit.render import render
-from tilegen.explaining.records import plain
 from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.model.as_compiled import clocks_as_compiled
@@ -80,7 +79,7 @@ class MachineCodeFacts:
     @property
     def values(self) -> dict[str, Any]:
         """The same as values that JSON can hold. The clocks are keys of `step`."""
-        values = plain(self)
+        values = asdict(self)
         if self.step is not None:
             clocks = values["step"].pop("clocks")
             values["step"] |= clocks | {"bound": self.step.clocks.bound}
