@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from tilegen.device import Device
     from tilegen.emit.identity import RenderedKernel
     from tilegen.explaining.explanation import Explanation
-    from tilegen.explaining.machine_code import MachineCodeFacts
     from tilegen.gpus.spec import GpuSpec
     from tilegen.model.estimate import Candidate
     from tilegen.store import TuningRecord
@@ -129,23 +128,12 @@ def read_code(
     Compiles `config`, or else the configs that a call would choose; needs no GPU. Raises
     Unsupported and BuildFailed.
     """
-    return [code.values for code in machine_code(problem, gpu, kernel, config, fast_memory)]
-
-
-def machine_code(
-    problem: AttentionProblem | str,
-    gpu: GpuSpec | str | None,
-    kernel: Kernel,
-    config: TileConfig | str | None,
-    fast_memory: int | str | None,
-) -> list[MachineCodeFacts]:
-    """Read the machine code of kernels as records; see `read_code`."""
     from tilegen.devices import device_of, gpu_of
-    from tilegen.explaining.machine_code import static
+    from tilegen.explaining.machine_code import read
 
     spec, parsed, tile = gpu_of(device_of(gpu, fast_memory)), problem_of(problem), config_of(config)
     kernels = kernels_in_use(kernel, parsed, spec)
-    return [static(_task(name, parsed, spec), tile) for name in kernels]
+    return [read(_task(name, parsed, spec), tile) for name in kernels]
 
 
 def show(

@@ -24,7 +24,6 @@ from tilegen.model import cpu_time, dram
 from tilegen.model.bounds import (
     bound_values,
     bounds_of,
-    complexity,
     each_bound,
     lower_bound_bytes,
     lower_bound_with,
@@ -41,7 +40,7 @@ from tilegen.model.terms import KERNEL, MEMORY, PROCESSOR, PROGRAM, QUEUED, UNIT
 from tilegen.model.time import OVERLAP_NORM, launch_seconds, time
 from tilegen.model.traffic import state_bytes, table_bytes, terms_of
 from tilegen.task import KernelTask, PassTask, Tiled
-from tilegen.theory.regimes import critical_head_dim
+from tilegen.theory.regimes import complexity, critical_head_dim
 
 RATES = {"products": "flop/s", "exponentials": "/s"}
 """Units of the rates of a core; all others are bandwidths."""

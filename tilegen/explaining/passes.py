@@ -45,7 +45,7 @@ def _cells(of: ExplainedPass, name: Family) -> dict[str, Cell]:
     spills = "; spills much" if of.spills(name) else ""
     return {
         "time": (sum(cost.seconds for cost in costs), "s"),
-        "read": (sum(cost.read_bytes for cost in costs), "B"),
+        "traffic": (sum(map(moved, costs)), "B"),
         "written": (sum(cost.write_bytes for cost in costs), "B"),
         "DRAM": (sum(cost.dram_bytes for cost in costs), "B"),
         "kernels": (f"{', '.join(each)}{spills}", ""),

@@ -144,7 +144,7 @@ def _scores(tiled: Tiled) -> float:
 
 
 def next_facts(of: ExplainedKernel) -> Iterator[Fact]:
-    """Compare the next best tiles with the tile explained."""
+    """Compare the next best tiles with the tile explained, which is the first line."""
     fact, problem = partial(Fact, "next"), of.tiled.problem
     if of.space == 1:
         yield fact("none", "rules leave this tile alone")
@@ -152,7 +152,7 @@ def next_facts(of: ExplainedKernel) -> Iterator[Fact]:
     if of.space:
         unit = f"tiles, by time and idle threads for '{problem.bucket.key}'"
         yield fact("ranked", of.space, unit)
-    for other in of.others:
+    for other in (of.candidate, *of.others):
         yield line("next", "tile", other.config.key, _compared(of, other))
 
 
@@ -175,7 +175,10 @@ def _compared(of: ExplainedKernel, other: Candidate) -> dict[str, Cell]:
     else:
         cells["cost"] = theirs.cost / mine.cost, "times"
         cells["programs"] = round(theirs.waves), ""
-    return cells | {"limit": (theirs.limit, ""), "term": (term, ""), "by": (grown[term], "s")}
+    other_terms: dict[str, Cell] = {"term": (term, ""), "by": (grown[term], "s")}
+    if other is of.candidate:
+        other_terms = {"term": (None, ""), "by": (None, "s")}
+    return cells | {"limit": (theirs.limit, "")} | other_terms
 
 
 def other_facts(of: ExplainedKernel) -> Iterator[Fact]:
