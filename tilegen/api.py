@@ -13,12 +13,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from tilegen.catalog import read_catalogue
+from tilegen.devices import device_of, gpu_of
 from tilegen.disk import log
 from tilegen.environment import current
 from tilegen.errors import InvalidProblem, Unsupported, did_you_mean
+from tilegen.gpus.spec import GpuSpec, gpu_for
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import FAMILIES, KERNELS, family_among
 from tilegen.problem import AttentionProblem
+from tilegen.task import KernelTask
 
 if TYPE_CHECKING:
     from tilegen.bundles.building import BuiltKernel
@@ -28,10 +32,8 @@ if TYPE_CHECKING:
     from tilegen.device import Device
     from tilegen.emit.identity import RenderedKernel
     from tilegen.explaining.explanation import Explanation
-    from tilegen.gpus.spec import GpuSpec
     from tilegen.model.estimate import Candidate
     from tilegen.store import TuningRecord
-    from tilegen.task import KernelTask
 
 T = TypeVar("T")
 ALL = "all"
@@ -67,8 +69,6 @@ def propose(
     """
     from tilegen.choose.compiled_candidates import with_verdicts
     from tilegen.choose.ranker import propose as ranked
-    from tilegen.devices import device_of
-    from tilegen.gpus.spec import GpuSpec
     from tilegen.pipeline import choose_by_model
 
     device = device_of(gpu, fast_memory)
@@ -103,7 +103,6 @@ def explain(
     and no record is read. A `config` replaces either choice. `kernel` defaults to all kernels of
     the problem. Raises Unsupported.
     """
-    from tilegen.devices import device_of
     from tilegen.explaining.explained import explain_all
     from tilegen.explaining.explanation import Explanation
 
@@ -128,7 +127,6 @@ def read_code(
     Compiles `config`, or else the configs that a call would choose; needs no GPU. Raises
     Unsupported and BuildFailed.
     """
-    from tilegen.devices import device_of, gpu_of
     from tilegen.explaining.machine_code import read
 
     spec, parsed, tile = gpu_of(device_of(gpu, fast_memory)), problem_of(problem), config_of(config)
@@ -154,7 +152,6 @@ def show(
     bytes.
     """
     from tilegen.choose.ranker import joining, propose
-    from tilegen.devices import device_of
     from tilegen.emit.render import render
     from tilegen.pipeline import choose_kernel
 
@@ -216,9 +213,7 @@ def tune(
     each pass whose kernels are all tuned. Raises Unsupported without the device, and NoRecord if no
     config runs.
     """
-    from tilegen.devices import device_of
     from tilegen.fleet.jobs import jobs_of
-    from tilegen.gpus.spec import GpuSpec
     from tilegen.tuning.here import tuned_device
     from tilegen.tuning.tuner import tune as tuned
 
@@ -268,7 +263,6 @@ def verify(
     """
     from tilegen.check import verification
     from tilegen.check.sizes import checkable
-    from tilegen.devices import gpu_of
     from tilegen.pipeline import choose
 
     parsed, spec, tile = problem_of(problem).normal(), gpu_of(gpu), config_of(config)
@@ -301,7 +295,6 @@ def problems_of(
 ) -> list[AttentionProblem]:
     """Return the problems of an argument, or else of a catalogue file. Raises InvalidProblem and
     Unsupported."""
-    from tilegen.catalog import read_catalogue
 
     several = _several(given)
     if bool(several) == bool(catalog):
@@ -316,8 +309,6 @@ def devices_of(
     """Return the GPUs of an argument, or else the processors, and the GPUs that stand for
     architectures. Raises Unsupported."""
     from tilegen.cpu.processors import PROCESSORS, Processor
-    from tilegen.devices import gpu_of
-    from tilegen.gpus.spec import gpu_for
 
     archs = _several(arch)
     if given is not None and archs:
@@ -363,7 +354,6 @@ def kernel_for(name: str, problem: AttentionProblem, gpu: Device) -> Kernel:
 
 def _task(kernel: str, problem: AttentionProblem | str, device: Device) -> KernelTask:
     """Return the task of a kernel by its name; for `forward`, of the first that a call uses."""
-    from tilegen.task import KernelTask
 
     parsed = problem_of(problem).normal()
     return KernelTask.of(kernel_for(kernel, parsed, device), parsed, device)

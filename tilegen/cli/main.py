@@ -49,6 +49,7 @@ from tilegen.cli.warm import warm
 from tilegen.devices import device_of
 from tilegen.disk import log, printable
 from tilegen.errors import InvalidProblem, TilegenError, Unsupported
+from tilegen.version import __version__
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -125,8 +126,6 @@ def _run(codes: list[int]) -> None:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from tilegen.version import __version__
-
         console.print(f"tilegen {__version__}")
         raise typer.Exit
 
