@@ -127,12 +127,13 @@ def _table(heading: str, facts: Sequence[Fact]) -> Iterator[str]:
         *(any(isinstance(cell.value, str) for cell in row) for row in zip(*cells, strict=True)),
     ]
     widths = [max(map(len, column)) for column in columns]
+    gap = "  " if sum(widths) + 2 * len(widths) <= WIDTH else " "
     for texts in zip(*columns, strict=True):
         aligned = (
             f"{text:{'<' if left else '>'}{width}}"
             for text, left, width in zip(texts, words, widths, strict=True)
         )
-        yield f"  {'  '.join(aligned)}".rstrip()
+        yield f"  {gap.join(aligned)}".rstrip()
 
 
 def _cells(fact: Fact) -> tuple[Fact, ...]:

@@ -170,7 +170,7 @@ def _compared(of: ExplainedKernel, other: Candidate) -> dict[str, Cell]:
     }
     if isinstance(tiled.device, GpuSpec):
         cells["steps"] = round(visits(tiled).tiles), ""
-        cells["per SM"] = _together(tiled), ""
+        cells["resident"] = _together(tiled), ""
         cells["waves"] = theirs.waves, ""
     else:
         cells["cost"] = theirs.cost / mine.cost, "times"
