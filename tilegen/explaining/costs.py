@@ -204,7 +204,7 @@ def _time_on_cpu(of: ExplainedKernel, spec: CpuSpec) -> Iterator[Fact]:
     fact, tiled, cost, run = partial(Fact, "time"), of.tiled, of.cost, launches(of.tiled)
     yield fact("time", cost.seconds, "s predicted on one thread")
     yield fact("limit", cost.limit)
-    yield fact("products", cost.flops, "flop in whole tiles")
+    yield fact("products", cost.flops, "flop up to the edges of the mask")
     yield fact("programs", int(run.programs), "which leave threads idle if equally long")
     yield fact("source", spec.source if spec.measured else f"estimates: {spec.source}")
     terms = [(seconds, name, *PROCESSOR[name]) for name, seconds in cost.terms]
