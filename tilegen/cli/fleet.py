@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -27,6 +28,7 @@ from tilegen.cli.options import (
 )
 from tilegen.cli.plans import plan_of, print_plans
 from tilegen.devices import gpu_of
+from tilegen.environment import place
 from tilegen.errors import Unsupported
 from tilegen.tuning.measure import DeviceLost
 from tilegen.units import us_text
@@ -184,7 +186,6 @@ def fleet_proxy(
     Anybody who reaches the port can read and write the studies.
     Example: tilegen fleet proxy --storage postgresql://tuner@db/tilegen --host 10.0.0.5
     """
-    import warnings
     from concurrent.futures import ThreadPoolExecutor
 
     import optuna
@@ -219,7 +220,6 @@ def _detected() -> Any:
 
 def _store(text: str) -> Location | None:
     """Return the location for winners; None means the own directory."""
-    from tilegen.environment import place
     from tilegen.store import Location, locations
 
     if text and text != "own":
