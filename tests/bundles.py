@@ -20,10 +20,10 @@ from tilegen.compiling.compiler import CompiledKernel
 from tilegen.compiling.workers import Pool
 from tilegen.emit.identity import RenderedKernel
 from tilegen.gpus.spec import GpuSpec
+from tilegen.kernels.registry import smallest_config
 from tilegen.kernels.spec import Direction
 from tilegen.problem import AttentionProblem
 from tilegen.task import KernelTask
-from tilegen.tuning.bench import smallest_config
 
 PROBLEMS = [
     "b1 hq8 hkv2 q512 d64 bf16 causal",

@@ -50,9 +50,11 @@ def in_gluon(type_: str) -> str:
     match = re.fullmatch(r"tensordesc<(\w+)\[(.*)\]>", type_)
     if match is None:
         return type_
-    dtype = {"bf16": language.bfloat16, "fp16": language.float16}[match[1]]
     shape = [int(size) for size in match[2].split(",")]
-    layout = language.NVMMASharedLayout.get_default_for(shape, dtype)
+    layout = language.NVMMASharedLayout(0, 32, rank=1)
+    if len(shape) > 1:
+        dtype = {"bf16": language.bfloat16, "fp16": language.float16}[match[1]]
+        layout = language.NVMMASharedLayout.get_default_for(shape, dtype)
     return f"{type_[:-1]},{layout!r}>"
 
 

@@ -15,19 +15,20 @@ from tilegen.emit.render import render
 from tilegen.errors import WrongResult
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import TileConfig
-from tilegen.kernels.registry import FORWARD
+from tilegen.kernels.registry import KERNELS
 
 
 def test_all_jobs_can_be_rendered_and_check_before_they_time() -> None:
     every = list(jobs())
-    assert len(every) == len(set(every)) > 30
-    checked: set[tuple[str, str]] = set()
+    assert len(every) == len(set(every)) > 70
+    assert [job.kernel for job in every if job.do == "check"][:3] == [*hopper.USUAL]
+    checked: set[tuple[str, str, str]] = set()
     for job in every:
         if job.do == "check":
-            assert not FORWARD["hopper_forward"].why_not(job.problem, "sm_90")
-            checked.add((job.name, job.config))
+            assert not KERNELS[job.kernel].why_not(job.problem)
+            checked.add(job.key)
         elif job.do in ("time", "race"):
-            assert (job.name, job.config) in checked
+            assert job.key in checked
         if job.config:
             assert render(job.problem, TileConfig.parse(job.config), job.task.kernel).source
 

@@ -31,7 +31,13 @@ ARGUMENTS = len(inspect.signature(make_tensordesc_arg).parameters)  # one more i
 PARSE, CONFIG = AttentionProblem.parse, TileConfig.parse
 LLAMA = PARSE("b1 hq32 hkv8 q8192 d128 bf16 causal")
 SMALL = PARSE("b1 hq4 hkv2 q1024 d64 bf16 causal")
-ROLES: Kernel = "fwd_hopper"
+ROLES: dict[Kernel, tuple[str, list[object]]] = {
+    "fwd_hopper": ("m128n64w8s2tp132", [4, "made", 1, 4, 64, 40]),
+    "bwd_dq_hopper": ("m128n64w8s2t", [4, "given", "given", 4, 64, 40]),
+    "bwd_dkdv_hopper": ("m64n128w8s2t", [2, 2, 64, 40]),
+}
+"""Kernels whose warpgroups have roles: a config, and the grid with what is neither a descriptor
+nor a scale."""
 
 
 @pytest.mark.slow
@@ -135,14 +141,17 @@ def test_no_length_recompiles(kernel: Kernel) -> None:
 
 @pytest.mark.parametrize(
     "kernel, text",
-    [*zip(DESCRIBED, cycle(["d64 bf16 causal", "d80 fp16 full"])), (ROLES, "d64 bf16 causal")],
+    [
+        *zip(DESCRIBED, cycle(["d64 bf16 causal", "d80 fp16 full"])),
+        *((name, "d64 bf16 causal") for name in ROLES),
+    ],
 )
 def test_a_launch_is_that_of_the_binder_and_compiles_nothing_else(
     kernel: Kernel, text: str
 ) -> None:
     """Triton's launcher makes the same maps of its arguments either way."""
     problem = PARSE(f"b1 hq4 hkv2 q64 {text}")
-    config = CONFIG("m128n64w8s2tp132" if kernel == ROLES else "m64n32w4s2t")
+    config = CONFIG(ROLES[kernel][0] if kernel in ROLES else "m64n32w4s2t")
     rendered = render(problem, config, kernel)
     module = load(rendered)
     ours = bound_kernel(rendered, torch.device("cpu"), module)
@@ -150,7 +159,7 @@ def test_a_launch_is_that_of_the_binder_and_compiles_nothing_else(
     flat = torch.zeros(1, 64, 4, problem.head_dim_qk, dtype=dtype).transpose(1, 2)
     q, k = flat, flat[:, :2, :40]
     sums = torch.zeros(1, 4, 64)
-    is_forward = kernel in ("fwd", ROLES)
+    is_forward = kernel.startswith("fwd")
     given = (q, k, k, 0.1) if is_forward else (q, k, k, q, sums, sums, 0.1)
     with stand_in(notes=True) as driver:
         results = [launch(*given) for launch in (ours.launch, module.launch, ours.launch)]
@@ -163,12 +172,14 @@ def test_a_launch_is_that_of_the_binder_and_compiles_nothing_else(
             _mapped(x) if hasattr(x, "strides") else getattr(x, "data_ptr", lambda x=x: x)()
             for x in values
         ]
+        items = ["given" if x == sums.data_ptr() else x for x in items]
         made.append([grid, *("made" if x in own else x for x in items)])
-    if kernel == ROLES:  # whose output is described, too
+    if kernel in ROLES:  # whose results are described, too
         made = [[x for x in items if not isinstance(x, list)] for items in made]
-        assert made[0] == [4, "made", 1, 4, 64, 40, pytest.approx(0.1443, rel=1e-3)]
+        scale = 0.1443 if is_forward else 0.1
+        assert made[0] == [*ROLES[kernel][1], pytest.approx(scale, rel=1e-3)]
     assert made[0] == made[1] == made[2]
-    maps = 0 if kernel == ROLES else 2 * (1 + (problem.head_dim_qk == 80))
+    maps = 0 if kernel in ROLES else 2 * (1 + (problem.head_dim_qk == 80))
     assert sum(isinstance(x, list) for x in made[0]) == maps
 
 

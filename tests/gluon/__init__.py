@@ -1,1 +1,1 @@
-"""A forward in Gluon, Triton's lower language, and its proof on machines without a GPU."""
+"""Kernels in Gluon, Triton's lower language, and their proof on machines without a GPU."""

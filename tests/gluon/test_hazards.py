@@ -25,7 +25,7 @@ def of_binary(cubin: bytes) -> list[Hazard]:
 
 
 @pytest.mark.parametrize("text", FORMS)
-def test_the_forward_for_hopper_has_none(text: str) -> None:
+def test_kernels_for_hopper_have_none(text: str) -> None:
     assert of_binary(compiled(text).binary) == []
 
 

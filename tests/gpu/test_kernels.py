@@ -27,12 +27,11 @@ from tilegen.errors import NoRecord
 from tilegen.gpus.spec import GpuSpec, detect
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.descriptors import ARCHITECTURES
-from tilegen.kernels.registry import LARGE_CACHE
+from tilegen.kernels.registry import LARGE_CACHE, smallest_config
 from tilegen.pipeline import choose, choose_kernel
 from tilegen.problem import AttentionProblem
 from tilegen.store import look_up
 from tilegen.task import KernelTask
-from tilegen.tuning.bench import smallest_config
 from tilegen.tuning.tuner import tune
 
 TUNING_SECONDS = 30.0

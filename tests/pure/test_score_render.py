@@ -15,7 +15,7 @@ from tests import sliced, splits
 from tests.conftest import CheckGolden
 from tilegen.emit.render import RenderedKernel, render
 from tilegen.kernels.config import Kernel, TileConfig
-from tilegen.kernels.registry import KERNELS, LARGE_CACHE
+from tilegen.kernels.registry import KERNELS, LARGE_CACHE, smallest_config
 from tilegen.masks import (
     Mask,
     block_sparse,
@@ -62,7 +62,7 @@ def rendered(kernel: Kernel, mask: str, score: str = "") -> RenderedKernel:
     problem = replace(PROBLEM, mask=MASKS[mask].stand_in, score=form, dropout=drops)
     config = splits.ALL.get(kernel) or (WHOLE if kernel in LARGE_CACHE else SLICES)
     if KERNELS[kernel].specialised:
-        config = TileConfig.parse("m128n64w8s2t")
+        config = smallest_config(kernel)
     return render(problem, config, kernel)
 
 

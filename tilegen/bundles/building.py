@@ -138,7 +138,7 @@ def _say_left_out(problem: AttentionProblem, device: GpuSpec, direction: Directi
     for family in (one for one in of_call if one.by_record):
         say_once(
             f"bundles leave out {family.name}: they load tiles by addresses, which "
-            f"{', '.join(family.names)} cannot"
+            f"{', '.join(one.name for one in family.kernels if one.specialised)} cannot"
         )
 
 

@@ -18,7 +18,7 @@ from tilegen.emit.identity import rows_are_aligned
 from tilegen.environment import current, settings
 from tilegen.errors import InvalidProblem
 from tilegen.gpus.spec import detect
-from tilegen.kernels.registry import FORWARD
+from tilegen.kernels.registry import FAMILIES
 from tilegen.kernels.spec import Direction
 from tilegen.launch.autograd import computes_by_torch
 from tilegen.launch.changes import Changes, Wanted
@@ -67,7 +67,7 @@ def warm(
         key = bucket, place, rows_are_aligned(bucket), rows_are_aligned(bucket), integers
         with settings(tune=False):
             if place.type == "cuda" and current().hopper:
-                _check(bucket, place)
+                _check(bucket, place, directions)
             kernels = dispatch.kernels_of(*key)
             for direction in directions[: 1 if bucket.page else 2]:
                 kernels.load(direction)
@@ -76,14 +76,17 @@ def warm(
     return [*buckets]
 
 
-def _check(problem: AttentionProblem, device: torch.device) -> None:
+def _check(
+    problem: AttentionProblem, device: torch.device, directions: Iterable[Direction]
+) -> None:
     """Check the model's first config of each kernel whose warpgroups have roles, in a child."""
     from tilegen.choose.ranker import best_of  # loads SymPy
 
     gpu = detect(device.index)
-    for family in FORWARD.values() if gpu else ():
+    families = [one for way in directions for one in FAMILIES[way].values()]
+    for family in families if gpu else ():
         if gpu and family.by_record and not family.why_not(problem, gpu.arch):
-            for kernel in family.names:
+            for kernel in (one.name for one in family.kernels if one.specialised):
                 task = KernelTask.of(kernel, problem, gpu)
                 in_child.check(task.tiled(best_of(task).config))
 

@@ -25,6 +25,7 @@ from tilegen.emit.kernel_files import folder_of, write_beside
 from tilegen.environment import CACHE_DIR, current
 from tilegen.errors import InvalidRecord, TilegenError, Unsupported, WrongResult
 from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.registry import partners, smallest_config
 from tilegen.problem import AttentionProblem
 from tilegen.store.fields import parse_json
 from tilegen.store.files import read_bytes, text_of
@@ -69,7 +70,8 @@ def check(tiled: Tiled) -> str:
     Raises DeviceHung."""
     if (known := outcome(tiled)) is not None:
         return known
-    problem, failed = tiled.problem, ""
+    problem, spec, failed = tiled.problem, tiled.spec, ""
+    others = {name: smallest_config(name) for name in partners(spec.name, problem)}
     sizes = SIZES[:1] if problem.mask.is_tied else SIZES
     for rows, keys in sizes:
         small = replace(
@@ -81,11 +83,12 @@ def check(tiled: Tiled) -> str:
             seqlen_kv=problem.seqlen_kv if problem.mask.is_tied else keys,
         )
         try:
-            checks = run(small, {tiled.spec.name: tiled.config})
+            checks = run(small, {**others, spec.name: tiled.config})
         except WrongResult as error:
             failed = str(error)
         else:
-            failed = next((one["text"] for one in checks if not one["ok"]), "")
+            own = (one for one in checks if one["tensor"] in spec.checked_by)
+            failed = next((one["text"] for one in own if not one["ok"]), "")
         if failed:
             break
     values = {**circumstances(tiled), "failed": failed[:MAX_MESSAGE]}

@@ -110,7 +110,7 @@ def _why_not_used(records: Records, spec: FamilySpec) -> str:
         return ""
     if not records.roles:
         return f"{spec.name} loads all tiles through tensor descriptors"
-    for kernel in spec.names:
+    for kernel in (one.name for one in spec.kernels if one.specialised):
         task, entry = records.task(kernel), records.own(kernel)
         checked = in_child.passed(task)
         if not checked or (entry and entry.record.config not in checked):

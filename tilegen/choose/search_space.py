@@ -29,14 +29,16 @@ def legal_columns(task: KernelTask, *, describable: bool = True) -> Columns:
     if task.spec.specialised:
         if reason := task.spec.why_not(problem):
             raise Unsupported(reason)
+        programs_of = {0, task.gpu.num_sms * task.spec.persists} & {*OPTIONS["persistent"].allowed}
         return Columns.of(
             [
                 config
                 for one in plain.configs
-                for programs in {0, task.gpu.num_sms} & {*OPTIONS["persistent"].allowed}
-                for turns in (False, True)
+                for programs in programs_of
+                for turns in (False, True)[: 1 + task.spec.persists]
                 if not why_no_roles(
-                    config := replace(one, descriptors=True, persistent=programs, turns=turns)
+                    task.spec,
+                    config := replace(one, descriptors=True, persistent=programs, turns=turns),
                 )
             ]
         )

@@ -132,9 +132,11 @@ class EmittedLaunch:
             for name in self.spec.allocated
         ]
         for argument in (one for one in self._own if one.taken == "descriptor"):
-            tile = f"[1, 1, {argument.rows}, {argument.axis}]"
-            tensor = argument.of
-            lines.append(f"{argument.name} = TensorDescriptor({tensor}, *{tensor}_tiled, {tile})")
+            tensor, rows = argument.of, argument.rows
+            sizes, tile = f"*{tensor}_tiled", f"[1, 1, {rows}, {argument.axis}]"
+            if tensor not in self._described:
+                sizes, tile = f"[{tensor}.numel()], [1]", f"[{rows}]"
+            lines.append(f"{argument.name} = TensorDescriptor({tensor}, {sizes}, {tile})")
         return lines
 
     # ----------------------------------------------------------------------------------------------
@@ -332,8 +334,9 @@ class EmittedLaunch:
 
     @property
     def _described(self) -> list[str]:
-        """The tensors that are passed as descriptors."""
-        return list(dict.fromkeys(one.of for one in self._own if one.taken == "descriptor"))
+        """The tensors (batch, heads, rows, head dim) that are passed as descriptors."""
+        of = dict.fromkeys(one.of for one in self._own if one.taken == "descriptor")
+        return [name for name in of if self.spec.tensors[name].is_strided]
 
     def _expression(self, argument: Argument) -> str:
         return argument.expression + (self.per_unit if argument.taken == "units" else "")

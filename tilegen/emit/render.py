@@ -226,6 +226,7 @@ def _context(
         "launched_warps": launched_warps(config, specialised=spec.specialised),
         "decorator": "@gluon.jit" if spec.specialised else "@triton.jit",
         "stay": STAY,
+        "persists": spec.persists,
         "tanh": TANH,
         "chunked": _chunked,
     }

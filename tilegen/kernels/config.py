@@ -26,7 +26,8 @@ NUM_STAGES = (1, 2, 3, 4)
 HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
 SPLITS = tuple(1 << i for i in range(4, 25))
 ROWS_OF_GROUP, WARPS_OF_GROUP = 64, 4
-"""Query rows of a computing warpgroup, in kernels whose warpgroups have roles, and its warps."""
+"""Stationary rows of a computing warpgroup, in kernels whose warpgroups have roles, and its
+warps."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def _option(letter: str, *allowed: int, default: Any = MISSING, **facts: Any) ->
     return field(default=default, metadata={"option": Option(letter, allowed, **facts)})
 
 
-_HAS_ROLES = "specialised", "has the same role for all warps"
+_LOOPS = "persists", "computes one tile of rows per program"
 LETTERS = "mhndkwstpu"
 """The letters of the knobs in the order of the notation."""
 _FORCED = ("block_m", "block_n", "num_warps", "num_stages")
@@ -101,10 +102,10 @@ class TileConfig:
     )
     """Rows per split: of keys, or of queries if keys are stationary. Each split has its own
     programs. 0: not split."""
-    persistent: int = _option("p", 0, 78, 114, 132, default=0, needs=(_HAS_ROLES,))
+    persistent: int = _option("p", 0, 78, 114, 132, default=0, needs=(_LOOPS,))
     """Programs that compute one tile of rows after another, as many as the GPU has SMs. 0: each
     tile has its own program."""
-    turns: bool = _option("u", False, True, default=False, needs=(_HAS_ROLES,))
+    turns: bool = _option("u", False, True, default=False, needs=(_LOOPS,))
     """True if two computing warpgroups issue their matrix products in turn, so that the softmax of
     one runs during the products of the other."""
 
@@ -127,7 +128,7 @@ class TileConfig:
     @property
     def consumers(self) -> int:
         """Computing warpgroups of a program, in kernels whose warpgroups have roles."""
-        return self.block_m // ROWS_OF_GROUP
+        return self.num_warps // WARPS_OF_GROUP
 
     @property
     def values(self) -> dict[str, Any]:

@@ -61,10 +61,15 @@ def described_lines(
         if tensor not in spec.described:
             first.append(address)
             continue
-        tile = "block_n" if spec.tensors[tensor].side == "columns" else "block_m"
-        rows = ROWS_OF_GROUP if spec.specialised and tile == "block_m" else getattr(config, tile)
+        side = spec.tensors[tensor].side
+        rows = config.block_n if side == "columns" else config.block_m
+        rows = ROWS_OF_GROUP if spec.specialised and side == spec.stationary else rows
         dim = spec.tensors[tensor].head_dim
-        pieces = head_dim_chunks(head_dims[dim]) if dim else ()
+        if not dim:  # a number for each row, of all heads and batches after each other
+            type_ = f"tensordesc<fp32[{rows}]>"
+            first.append(Argument(f"{tensor}_desc", type_, tensor, "descriptor", rows=rows))
+            continue
+        pieces = head_dim_chunks(head_dims[dim])
         first += [
             Argument(
                 f"{tensor}_desc" + (f"_{i}" if len(pieces) > 1 else ""),

@@ -30,6 +30,7 @@ FWD_HOPPER = KernelSpec(
     supports=frozenset({"scores", "sinks"}),
     requires=("sm_90",),
     specialised=True,
+    persists=True,
     head_dims=((64, 64), (128, 128), (192, 128), (256, 256)),
 )
 

@@ -173,7 +173,8 @@ class Whole(_Loop):
         rows, columns = self.sides(config.rows, config.block_n)
         kept = [one for one in reads if one.side == self.stationary]
         streamed = [one for one in reads if one.side != self.stationary]
-        numbers = sum(one.head_dim is None for one in streamed)
+        pairs = problem.pair_lse
+        numbers = [1 + (one.paired and pairs) for one in streamed if one.head_dim is None]
         widths = _widths(problem, streamed)
         results = _widths(problem, (one for one in outputs if one.side == self.stationary))
         return Step(
@@ -195,8 +196,8 @@ class Whole(_Loop):
             scores=rows * columns,
             changed=rows * columns,  # weights are rounded
             streamed=widths,
-            numbers=numbers,
-            reads=len(self.products) / (len(streamed) - numbers),
+            numbers=sum(numbers),
+            reads=len(self.products) / (len(streamed) - len(numbers)),
             loaded=columns * sum(widths),
             stored_bytes=4 * rows * max(results) if self.splits else 0,
         )

@@ -31,6 +31,7 @@ MODULES = (
     "q_streamed",
     "hopper_forward",
     "two_pass",
+    "hopper_two_pass",
     "split_backward",
     "small_cache",
     "one_pass",
@@ -97,6 +98,32 @@ def family_with(
     )
 
 
+def partners(kernel: Kernel, problem: AttentionProblem) -> tuple[Kernel, ...]:
+    """Return the kernels that must run to check a kernel's results, itself included. If warpgroups
+    have roles, they have none in the others."""
+    family = family_with(kernel, problem)
+    if KERNELS[kernel].specialised:
+        every = _OF_KERNEL[kernel].values()
+        family = min(every, key=lambda one: sum(spec.specialised for spec in one.kernels))
+    ahead = FORWARD["q_stationary"].names if family.direction == "backward" else ()
+    return *ahead, *family.names
+
+
+def smallest_config(kernel: Kernel) -> TileConfig:
+    """Return the smallest config of a kernel: it runs on every GPU and for every problem that the
+    kernel serves."""
+    spec = KERNELS[kernel]
+    return TileConfig(
+        block_m=spec.knobs.block_m[0],
+        block_n=spec.knobs.block_n[0],
+        block_d=spec.knobs.block_d[0],
+        split_kv=spec.knobs.split_kv[0],
+        num_warps=spec.knobs.num_warps[0],
+        num_stages=spec.knobs.num_stages[0],
+        descriptors=spec.specialised,
+    )
+
+
 def direction_of(kernel: Kernel) -> Direction:
     """Return the pass that a kernel belongs to."""
     return next(iter(_OF_KERNEL[kernel].values())).direction
@@ -116,10 +143,12 @@ def tile_heads(config: TileConfig, group_size: int) -> int:
     return min(config.heads, group_size)
 
 
-def why_no_roles(config: TileConfig) -> str:
-    """Return the reason why warpgroups cannot have roles under a config; empty if they can."""
-    if config.num_warps != WARPS_OF_GROUP * config.consumers:
-        return f"has w{WARPS_OF_GROUP} for each {ROWS_OF_GROUP} query rows"
+def why_no_roles(spec: KernelSpec, config: TileConfig) -> str:
+    """Return the reason why a kernel's warpgroups cannot have roles under a config; empty if they
+    can."""
+    rows, _ = spec.loop.sides((config.block_m, "query"), (config.block_n, "key"))
+    if config.num_warps * ROWS_OF_GROUP != WARPS_OF_GROUP * rows[0]:
+        return f"has w{WARPS_OF_GROUP} for each {ROWS_OF_GROUP} {rows[1]} rows"
     if not config.descriptors:
         return "loads all tiles through tensor descriptors: add t"
     if config.turns and config.consumers != 2:
@@ -135,7 +164,7 @@ def check_config(config: TileConfig, kernel: Kernel) -> None:
         for fact, why in option.needs:
             if not getattr(spec, fact):
                 raise Unsupported(f"{kernel} {why}; remove {option.letter} from {config.key}")
-    if spec.specialised and (reason := why_no_roles(config)):
+    if spec.specialised and (reason := why_no_roles(spec, config)):
         raise Unsupported(f"{kernel} {reason}, got {config.key}")
     at = 0 if spec.split_name == "split_q" else 1
     size, rows = ((config.block_m, "queries"), (config.block_n, "keys"))[at]

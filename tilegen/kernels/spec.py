@@ -93,9 +93,13 @@ class KernelSpec:
     """Architectures that the kernel needs, such as sm_90; empty: any architecture."""
     specialised: bool = False
     """True for a kernel in Gluon whose warpgroups have roles: one loads all tiles through tensor
-    descriptors, each other one computes ROWS_OF_GROUP query rows."""
+    descriptors, each other one computes ROWS_OF_GROUP stationary rows."""
+    persists: bool = False
+    """True if a program may compute several tiles, and its computing warpgroups may take turns."""
     head_dims: tuple[tuple[int, int], ...] = ()
     """The head dims (of q and k, of v) that the kernel serves; empty: any."""
+    head_dims_of_slopes: tuple[tuple[int, int], ...] = ()
+    """Those at which registers hold a score's derivative besides, where it is not 1; empty: any."""
     folder: Path | None = None
     """The folder of the kernel's template; None: tilegen's templates."""
 
@@ -242,7 +246,7 @@ class KernelSpec:
     def why_not(self, problem: AttentionProblem) -> str:
         """Return the reason why the kernel does not serve head dims, dtype or mask of a problem;
         empty if it does."""
-        dims = problem.head_dim_qk, problem.head_dim_v
+        dims, score = (problem.head_dim_qk, problem.head_dim_v), problem.score
         if self.head_dims and dims not in self.head_dims:
             served = ", ".join(f"{qk}/{v}" for qk, v in self.head_dims)
             return f"{self.name} serves head dims {served}, not {dims[0]}/{dims[1]}"
@@ -250,6 +254,13 @@ class KernelSpec:
             return f"{self.name} needs fp16 or bf16: tensor cores do not compute IEEE fp32"
         if self.specialised and problem.mask.apart == "pairs":
             return f"{self.name} does not keep NaN of other documents from rows"
+        if self.specialised and problem.dropout:
+            return f"{self.name} does not drop weights"
+        if self.specialised and score and score.trained and "dt" in self.checked_by:
+            return f"{self.name} computes no gradients of tensors that a score reads"
+        slopes = self.head_dims_of_slopes
+        if slopes and dims not in slopes and score and score.has_slope:
+            return f"{self.name} lacks registers for {score.notation} at head dim {dims[0]}"
         return ""
 
     def step(self, problem: AttentionProblem, config: TileConfig) -> Step:

@@ -90,13 +90,15 @@ def run(
     panel_rows: int,
     wants_dq: bool = True,
     wants_dkdv: bool = True,
+    kernels: tuple[str, str] = (BWD_DKDV.name, BWD_DQ.name),
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Compute (dq, dk, dv); None for gradients that are not wanted."""
+    """Compute (dq, dk, dv) by two kernels; None for gradients that are not wanted."""
     dq = dk = dv = None
+    dkdv_kernel, dq_kernel = kernels
     if wants_dq:
-        dq = launch[BWD_DQ.name](q, k, v, dout, lse, delta, scale)
+        dq = launch[dq_kernel](q, k, v, dout, lse, delta, scale)
     if wants_dkdv:
-        dk, dv = launch[BWD_DKDV.name](q, k, v, dout, lse, delta, scale)
+        dk, dv = launch[dkdv_kernel](q, k, v, dout, lse, delta, scale)
     return dq, dk, dv
 
 

@@ -75,10 +75,11 @@ def by_address(arguments: Sequence[Any], body: str, **names: Any) -> Run:
     values = [f"x{i}" for i in range(len(arguments))]
     pairs = zip(values, arguments, strict=True)
     tensors = [name for name, x in pairs if isinstance(x, torch.Tensor)]
+    addresses = "".join(f"{name} = {name}.data_ptr(); " for name in tensors)
     text = f"""
 def run(grid, arguments, device):
     {", ".join(values)}, = arguments
-    {", ".join(tensors)}, = {", ".join(f"{name}.data_ptr()" for name in tensors)},
+    {addresses}
     {body.strip().replace("{values}", ", ".join(values))}
 """
     exec(_compiled(text, "run"), names)

@@ -62,6 +62,15 @@ class ScoreForm:
         """Whether scores change at all; sinks alone change none."""
         return self.text != "s"
 
+    @property
+    def has_slope(self) -> bool:
+        """Whether the derivative of the changed score by the score is another than 1."""
+        from tilegen.masks.language.derivatives import derivatives
+        from tilegen.masks.language.expr import S
+
+        (slope,) = derivatives(self.expression(), [S])
+        return not (slope.is_const and slope.value == 1)
+
     def expression(self) -> Expr:
         """Return the text as an expression, a number in single precision."""
         from tilegen.masks.language.algebra import real

@@ -73,7 +73,7 @@ def score_source(
         wanted[f"element{i}"] = element
     forward = _writer(form, precise, tanh)
     changed = _as_tile(forward.sources({"s": value})["s"], value)
-    backward = _writer(form, precise)
+    backward = _writer(form, precise, tanh)
     sources = backward.sources(wanted)
     sources["score"] = _as_tile(sources["score"], value)
     gradients: list[CapturedGradient] = []

@@ -16,7 +16,7 @@ import numpy as np
 
 from tilegen.gpus.nearest import on_tensor_cores
 from tilegen.gpus.spec import GpuSpec
-from tilegen.kernels.config import threads_of
+from tilegen.kernels.config import WARPS_OF_GROUP, threads_of
 from tilegen.kernels.launch_order import heads_together, heavy_end
 from tilegen.model.columns import Number, floats, in_columns, picked
 from tilegen.model.dram import dram_bytes
@@ -220,6 +220,9 @@ def time(tiled: Tiled, needs: Footprint, code: StepClocks | None = None) -> Time
         "per_step": steps / (gpu.num_sms * gpu.clock_hz),
         "per_program": programs / (gpu.num_sms * gpu.clock_hz),
     }
+    if tiled.spec.specialised:  # a computing warpgroup waits while another works
+        facts["lockstep"] = 0.0
+        facts["step_clk"] = rates.step_clk * WARPS_OF_GROUP / floats(config.num_warps)
     table = PROGRAM if rates.exposed else QUEUED
     waves = computed(WAVES, facts, **_FUNCTIONS)
     last, many = waves["last"], waves["waves"] >= 1

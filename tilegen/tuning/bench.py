@@ -24,8 +24,7 @@ from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.panels import SCORE_WIDTH, Launch
 from tilegen.kernels.passes import delta_of
-from tilegen.kernels.q_stationary import Q_STATIONARY
-from tilegen.kernels.registry import KERNELS, family_with
+from tilegen.kernels.registry import KERNELS, partners, smallest_config
 from tilegen.kernels.results import allocate
 from tilegen.kernels.spec import KernelSpec
 from tilegen.model.resources import Resources
@@ -49,19 +48,6 @@ message describes the mistake."""
 
 DEVICE = "cuda:0"
 """Device on which configs are timed."""
-
-
-def smallest_config(kernel: Kernel) -> TileConfig:
-    """Return the smallest config of a kernel: it runs on every GPU and for every problem."""
-    knobs = KERNELS[kernel].knobs
-    return TileConfig(
-        block_m=knobs.block_m[0],
-        block_n=knobs.block_n[0],
-        block_d=knobs.block_d[0],
-        split_kv=knobs.split_kv[0],
-        num_warps=4,
-        num_stages=1,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -372,12 +358,6 @@ def check_config(
             f"for '{small}' they are {theirs.failure}; look closer: tilegen verify '{small}'"
         )
     return mistake
-
-
-def partners(kernel: Kernel, problem: AttentionProblem) -> tuple[Kernel, ...]:
-    """Return the kernels that must run to check a kernel's results, itself included."""
-    family = family_with(kernel, problem)
-    return family.names if family.direction == "forward" else (*Q_STATIONARY.names, *family.names)
 
 
 def _mistake(

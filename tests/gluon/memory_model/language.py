@@ -69,10 +69,11 @@ def where(condition: Any, value: Any, other: Any) -> Any:
     if not any(isinstance(x, Tile) for x in (condition, value, other)):
         return Int(value if condition else other)
     kept = as_operand(condition, real.int1)[0]
-    first = value if isinstance(value, Tile) else other
-    a, _ = as_operand(value, first.dtype)
-    b, _ = as_operand(other, first.dtype)
-    return _tile(np.where(kept, a, b), first.dtype, first.layout)
+    first = next((x for x in (value, other, condition) if isinstance(x, Tile)), condition)
+    dtype = real.float32 if first is condition else first.dtype  # of two numbers
+    a, _ = as_operand(value, dtype)
+    b, _ = as_operand(other, dtype)
+    return _tile(np.where(kept, a, b), dtype, first.layout)
 
 
 def largest(a: Any, b: Any) -> Any:
