@@ -22,11 +22,11 @@ from tilegen.cli import main
 from tilegen.cli.demo import Demo
 from tilegen.cli.main import app
 from tilegen.cpu.passes import passes_to_time
-from tilegen.fleet.jobs import jobs_of
 from tilegen.gpus.spec import gpu
 from tilegen.problem import AttentionProblem
 from tilegen.store.trials import Trial
 from tilegen.task import KernelTask
+from tilegen.tuning.jobs import jobs_of
 from tilegen.tuning.measure import Measurement, summarise
 from tilegen.tuning.trials import TrialLog
 from tilegen.units import seconds_text
