@@ -198,7 +198,6 @@ class Cluster:
         self._looked = time.monotonic()
         alive = {node["NodeID"]: node["Resources"] for node in self._ray.nodes() if node["Alive"]}
         for gone in self._nodes.keys() - alive.keys():
-            log.warning("node %s left, with %s", gone[:8], self._nodes[gone].device.name)
             del self._nodes[gone]
         for node, resources in alive.items():
             if node in self._asked or not {"CPU", "GPU"} & resources.keys():
@@ -369,7 +368,12 @@ class Cluster:
         alive = {one["NodeID"] for one in self._ray.nodes() if one["Alive"]}
         cause = one_line(getattr(error, "cause", None) or str(error).split(".")[0])
         log.warning("%s lost on node %s (%s); what it measured is kept", job, node[:8], cause)
-        if node in alive:
+        ended = (self._ray.exceptions.WorkerCrashedError, self._ray.exceptions.OutOfMemoryError)
+        if node not in alive or not isinstance(error, (*ended, self._ray.exceptions.RayTaskError)):
+            log.warning("node %s left, with %s", node[:8], job.gpu.name)
+            self._nodes.pop(node, None)  # if it is there after all, it is asked again
+            self._asked.discard(node)
+        else:
             self._blame(task, f"its worker ended: {cause}")
 
     def _blame(self, task: Task, why: str) -> None:
