@@ -125,10 +125,12 @@ class Nodes:
                 pid = int(entry.name)
                 parents[pid] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
                 names[pid] = (entry / "cmdline").read_bytes()
-        found = {self._nodes[number].pid}
-        while more := {pid for pid, parent in parents.items() if parent in found} - found:
-            found |= more
-        return {pid: names[pid] for pid in found if pid in names and pid != self._nodes[number].pid}
+        family = {self._nodes[number].pid}
+        while more := {pid for pid, parent in parents.items() if parent in family} - family:
+            family |= more
+        return {
+            pid: names[pid] for pid in family if pid in names and pid != self._nodes[number].pid
+        }
 
     def drive(self, *words: str, grace: float = 60.0, cache: str = "driver") -> Driver:
         """Start `tilegen tune --ray` with a cache of its own."""

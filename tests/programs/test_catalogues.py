@@ -146,7 +146,7 @@ def test_a_process_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.Monke
     said = 'print(\'{"measured": 1, "records": [], "left": [], "skipped": {}}\')'
     monkeypatch.setattr(sys, "orig_argv", [sys.executable, "-c", code + said])
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(TilegenError, match="1 of 2 processes failed, .* 1 with code -9"):
+    with pytest.raises(TilegenError, match=r"1 of 2 processes failed, .* 1 with code -9"):
         command._one_each(["0", "1"])
     signal.signal(signal.SIGTERM, before)
 

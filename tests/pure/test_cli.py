@@ -51,6 +51,7 @@ COMMANDS = {
     "cache list",
     "cache show",
     "cache why",
+    "cache diff",
     "cache export",
     "cache import",
     "cache merge",

@@ -9,7 +9,8 @@ from collections import Counter
 import pytest
 
 from tests.records import H200, PROBLEM
-from tests.replay import TABLE, candidate, said
+from tests.replay import candidate, said
+from tilegen.choose.ranker import search_space
 from tilegen.kernels.config import TileConfig
 from tilegen.store.trials import Trial
 from tilegen.tuning.campaign import Budget, Standing
@@ -17,7 +18,7 @@ from tilegen.tuning.jobs import Job
 from tilegen.tuning.parts import LEAST_PART, Work, next_part
 
 JOB = Job(gpu=H200, kernel="fwd", problem=PROBLEM)
-TIMES = {TileConfig.parse(key): us for key, us in TABLE.items() if isinstance(us, float)}
+TIMES = {config: 100.0 + rank for rank, config in enumerate(search_space(JOB.task))}
 START = 3.0
 """Time that a process takes before it measures [s]."""
 

@@ -21,6 +21,7 @@ from tilegen.cli.bundle import bundle, generate
 from tilegen.cli.cache import cache_app
 from tilegen.cli.candidates import table
 from tilegen.cli.compare import compare
+from tilegen.cli.diff import cache_diff
 from tilegen.cli.examples import examples
 from tilegen.cli.help import help_
 from tilegen.cli.options import (
@@ -53,6 +54,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="tilegen: an autotuning compiler for attention. Start with: tilegen demo",
 )
+cache_app.command("diff")(cache_diff)
 app.add_typer(cache_app, name="cache")
 
 LABEL = 9

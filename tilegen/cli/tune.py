@@ -49,7 +49,7 @@ class RayAddress(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse arguments, with `local` after a bare `--ray`."""
         given: list[str] = []
-        for word, after in zip(args, [*args[1:], "--"], strict=True):
+        for word, after in zip(args, [*args[1:], "--"][: len(args)], strict=True):
             given += [word, LOCAL] if word == "--ray" and after.startswith("-") else [word]
         return super().parse_args(ctx, given)
 
@@ -132,22 +132,20 @@ def tune(
     from tilegen.compiling.workers import Pool
     from tilegen.tuning.measure import DeviceLost
 
-    with Pool() as pool:
-        machine, jobs = _jobs(problems, named, gpu or [], replay, pool, dry_run)
-        jobs = [job for job in jobs if part is None or part.has(job)]
-        if dry_run:
-            _plan(
-                [campaign.Standing.of(one, machine.space(one), budget) for one in jobs],
-                devices,
-                json_,
-            )
-            return
-        try:
-            outcome = campaign.tune_all(jobs, machine, budget)
-        except DeviceLost as lost:
-            pool.close()
-            log.info("%s; starting again", lost)
-            os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    standings: list[Standing] = []
+    try:
+        with Pool() as pool:
+            machine, jobs = _jobs(problems, named, gpu or [], replay, pool, dry_run)
+            jobs = [job for job in jobs if part is None or part.has(job)]
+            if dry_run:
+                standings = [campaign.Standing.of(one, machine.space(one), budget) for one in jobs]
+            outcome = campaign.tune_all([] if dry_run else jobs, machine, budget)
+    except DeviceLost as lost:
+        log.info("%s; starting again", lost)
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    if dry_run:
+        _plan(standings, devices, json_)
+        return
     _end(outcome, json_)
 
 
@@ -159,7 +157,7 @@ def _jobs(
     pool: Pool,
     dry_run: bool,
 ) -> tuple[Machine, list[Job]]:
-    """Return what measures, and the jobs of problems on it."""
+    """Return the machine that measures, and the jobs of problems on it."""
     from tilegen.tuning.here import planned_device, tuned_device
     from tilegen.tuning.jobs import jobs_of
     from tilegen.tuning.machine import RealMachine, ReplayMachine

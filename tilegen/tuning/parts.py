@@ -56,6 +56,11 @@ class Work:
         configs = standing.configs[: standing.total]
         return [one for one in configs if one not in standing.trials and one not in taken]
 
+    @property
+    def unmeasured(self) -> int:
+        """Number of configs that are not measured, in parts or not."""
+        return self.standing.total - len(self.standing.trials)
+
     def next_part(self, most: int) -> Part | None:
         """Begin a part of at most so many configs; None if there is nothing to begin now."""
         standing = self.standing
@@ -102,7 +107,8 @@ def next_part(works: Sequence[Work], devices: int) -> tuple[Work, Part] | None:
 
     While there are more jobs than devices, a part is a whole job. The last jobs are divided.
     """
-    share = math.ceil(sum(len(work.left) for work in works if not work.is_over) / max(1, devices))
+    waiting = sum(work.unmeasured for work in works if not work.is_over)
+    share = math.ceil(waiting / max(1, devices))
     for work in works:
         if part := work.next_part(max(share, LEAST_PART)):
             return work, part
