@@ -109,6 +109,7 @@ def test_the_same_command_goes_on_and_says_before_what_is_left(tmp_path: Path, o
     assert {file: file.read_bytes() for file in own.rglob("*.json*")} == before
 
 
+@pytest.mark.slow
 def test_after_a_kill_no_trial_is_taken_again(tmp_path: Path, own: Path) -> None:
     folder = recorded(tmp_path / "recordings", SPACE[:12], 0.2)
     words = ["tilegen", "tune", "--catalog", PROBLEM.key, "--replay", str(folder)]
@@ -125,6 +126,7 @@ def test_after_a_kill_no_trial_is_taken_again(tmp_path: Path, own: Path) -> None
     assert len(lines_of(own)) == 12
 
 
+@pytest.mark.slow
 def test_each_device_has_a_process_and_each_config_is_measured_once(
     tmp_path: Path, own: Path
 ) -> None:

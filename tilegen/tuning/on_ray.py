@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
@@ -36,9 +36,8 @@ from tilegen.tuning.campaign import Budget, Outcome, Standing
 from tilegen.tuning.jobs import Job, Shard, jobs_of
 from tilegen.tuning.machine import ReplayMachine
 from tilegen.tuning.measure import Measurement, one_line
-from tilegen.tuning.parts import Part, Work, next_part
+from tilegen.tuning.parts import Node, Task, Work, next_part, progress
 from tilegen.tuning.trials import trials_of
-from tilegen.units import seconds_text
 from tilegen.version import __version__
 
 LOCAL = "local"
@@ -48,31 +47,6 @@ GRACE_SECONDS = 60.0
 """Time for which a device may be missing before it is named [s]."""
 LOOK_SECONDS, SAY_SECONDS = 1.0, 10.0
 """Pauses between looks at the nodes, and between lines of progress [s]."""
-
-
-@dataclass
-class Node:
-    """A node that measures."""
-
-    id: str
-    device: Device
-    versions: Versions
-    slots: int
-    """Number of parts that it measures at once."""
-    options: dict[str, Any]
-    """Resources of one part."""
-    busy: int = 0
-
-
-@dataclass
-class Task:
-    """A part that a node measures."""
-
-    node: Node
-    work: Work
-    part: Part
-    begun: TileConfig | None = None
-    """The config that runs, if one does."""
 
 
 class Cluster:
@@ -400,22 +374,5 @@ class Cluster:
             return
         self._said = time.monotonic()
         for device, works in self._works.items():
-            standings = [work.standing for work in works if not work.refusal]
-            left = sum(one.seconds_left for one in standings) / max(1, self.devices.count(device))
-            log.info(
-                "%s: %d of %d configs, %d of %d kernels done, %d parts running, about %s left%s",
-                device,
-                sum(len(one.trials) for one in standings),
-                sum(one.total for one in standings),
-                sum(one.is_done for one in standings),
-                len(works),
-                sum(task.node.device.name == device for task in self._tasks.values()),
-                seconds_text(left),
-                gain(standings),
-            )
-
-
-def gain(standings: Sequence[Standing]) -> str:
-    """Format how much faster the best configs are than the model's first ones, in the mean."""
-    ratios = [ratio for one in standings if (ratio := one.gain)]
-    return f", {sum(ratios) / len(ratios):.2f} times the speed of first choices" if ratios else ""
+            running = sum(task.node.device.name == device for task in self._tasks.values())
+            log.info("%s: %s", device, progress(works, self.devices.count(device), running))

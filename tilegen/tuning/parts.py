@@ -6,11 +6,15 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+from tilegen.device import Device
 from tilegen.kernels.config import TileConfig
 from tilegen.store.trials import Trial
+from tilegen.store.versions import Versions
 from tilegen.tuning.campaign import Standing
 from tilegen.tuning.jobs import Job
+from tilegen.units import seconds_text
 
 LEAST_PART = 8
 """Least number of configs of a part: a process on a GPU takes seconds to start."""
@@ -102,6 +106,31 @@ class Work:
         return self._losses[config] >= MOST_LOSSES
 
 
+@dataclass
+class Node:
+    """A node that measures."""
+
+    id: str
+    device: Device
+    versions: Versions
+    slots: int
+    """Number of parts that it measures at once."""
+    options: dict[str, Any]
+    """Resources of one part."""
+    busy: int = 0
+
+
+@dataclass
+class Task:
+    """A part that a node measures."""
+
+    node: Node
+    work: Work
+    part: Part
+    begun: TileConfig | None = None
+    """The config that runs, if one does."""
+
+
 def next_part(works: Sequence[Work], devices: int) -> tuple[Work, Part] | None:
     """Begin the next part for one of so many devices; None if there is nothing to begin now.
 
@@ -113,3 +142,18 @@ def next_part(works: Sequence[Work], devices: int) -> tuple[Work, Part] | None:
         if part := work.next_part(max(share, LEAST_PART)):
             return work, part
     return None
+
+
+def progress(works: Sequence[Work], devices: int, running: int) -> str:
+    """Format how far the jobs of a device are: the time left, and how much faster the best configs
+    are than the model's first ones, in the mean."""
+    standings = [work.standing for work in works if not work.refusal]
+    left = sum(standing.seconds_left for standing in standings) / max(1, devices)
+    gains = [gain for standing in standings if (gain := standing.gain)]
+    mean = f", {sum(gains) / len(gains):.2f} times the speed of first choices" if gains else ""
+    trials = sum(len(standing.trials) for standing in standings)
+    done = sum(standing.is_done for standing in standings)
+    return (
+        f"{trials} of {sum(standing.total for standing in standings)} configs, {done} of "
+        f"{len(works)} kernels done, {running} parts running, about {seconds_text(left)} left{mean}"
+    )
