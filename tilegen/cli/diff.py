@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -84,7 +84,7 @@ def _winners(text: str) -> dict[tuple[str, ...], TuningRecord]:
 
 
 @contextmanager
-def _store(text: str) -> Iterator[Location]:
+def _store(text: str) -> Generator[Location]:
     """Return a store; an export becomes one in a temporary folder. Raises Unsupported."""
     from tilegen.store import Location
     from tilegen.store.transfer import import_
