@@ -24,7 +24,7 @@ from tests.clock import Clock
 from tests.ray_nodes import lines_of
 from tests.records import H200, PROBLEM
 from tests.replay import Replay
-from tilegen.cli import tune as command
+from tilegen.cli import tuning as command
 from tilegen.cli.main import app
 from tilegen.errors import TilegenError, Unsupported
 from tilegen.kernels.config import TileConfig

@@ -127,7 +127,7 @@ def a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("tilegen.bundles.building.generate", lambda *_, **__: tmp_path / "x")
     monkeypatch.setattr("tilegen.explaining.plot.draw", lambda *_: None)
     monkeypatch.setattr("tilegen.tuning.campaign.tune_all", lambda *_: Outcome())
-    monkeypatch.setattr("tilegen.cli.tune._one_each", lambda *_: Outcome())
+    monkeypatch.setattr("tilegen.cli.tuning._one_each", lambda *_: Outcome())
     return tmp_path
 
 

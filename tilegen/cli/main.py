@@ -42,7 +42,7 @@ from tilegen.cli.options import (
     titled,
     working,
 )
-from tilegen.cli.tune import RayAddress, tune
+from tilegen.cli.tuning import RayAddress, tune
 from tilegen.cli.warm import warm
 from tilegen.devices import device_of
 from tilegen.disk import log, printable
