@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tilegen.comparing.compare import compare
     from tilegen.emit.identity import RenderedKernel
     from tilegen.environment import settings
-    from tilegen.explaining.text import Explanation
+    from tilegen.explaining.explanation import Explanation
     from tilegen.gpus.spec import GpuSpec, detect, gpu
     from tilegen.integrations.flash_backend import activate, deactivate
     from tilegen.integrations.sdpa import scaled_dot_product_attention
@@ -71,7 +71,7 @@ _HOME = {
     "Bundle": "tilegen.bundles.served",
     "Candidate": "tilegen.model.estimate",
     "Check": "tilegen.check.verification",
-    "Explanation": "tilegen.explaining.text",
+    "Explanation": "tilegen.explaining.explanation",
     "GpuSpec": "tilegen.gpus.spec",
     "Manifest": "tilegen.bundles.manifest",
     "Mask": "tilegen.masks",

@@ -13,12 +13,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from tilegen.catalog import read_catalogue
+from tilegen.devices import device_of, gpu_of
 from tilegen.disk import log
 from tilegen.environment import current
 from tilegen.errors import InvalidProblem, Unsupported, did_you_mean
+from tilegen.gpus.spec import GpuSpec, gpu_for
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import FAMILIES, KERNELS, family_among
 from tilegen.problem import AttentionProblem
+from tilegen.task import KernelTask
 
 if TYPE_CHECKING:
     from tilegen.bundles.building import BuiltKernel
@@ -27,12 +31,9 @@ if TYPE_CHECKING:
     from tilegen.cpu.processors import Processor
     from tilegen.device import Device
     from tilegen.emit.identity import RenderedKernel
-    from tilegen.explaining.machine_code import MachineCodeFacts
-    from tilegen.explaining.text import Explanation
-    from tilegen.gpus.spec import GpuSpec
+    from tilegen.explaining.explanation import Explanation
     from tilegen.model.estimate import Candidate
     from tilegen.store import TuningRecord
-    from tilegen.task import KernelTask
 
 T = TypeVar("T")
 ALL = "all"
@@ -66,8 +67,6 @@ def propose(
     """
     from tilegen.choose.compiled_candidates import with_verdicts
     from tilegen.choose.ranker import propose as ranked
-    from tilegen.devices import device_of
-    from tilegen.gpus.spec import GpuSpec
     from tilegen.pipeline import choose_by_model
 
     device = device_of(gpu, fast_memory)
@@ -102,15 +101,14 @@ def explain(
     and no record is read. A `config` replaces either choice. `kernel` defaults to all kernels of
     the problem. Raises Unsupported.
     """
-    from tilegen.devices import device_of
-    from tilegen.explaining.explanation import explain_all
-    from tilegen.explaining.text import Explanation
+    from tilegen.explaining.explained import explain_all
+    from tilegen.explaining.explanation import Explanation
 
     spec, parsed, tile = device_of(gpu, fast_memory), problem_of(problem), config_of(config)
     by_model = by_model or fast_memory is not None
     named = kernels_named if by_model else kernels_in_use
     kernels = named(kernel, parsed, spec)
-    explained = explain_all(parsed, spec, kernels, tile, by_model=by_model, alternatives=False)
+    explained = explain_all(parsed, spec, kernels, tile, by_model=by_model)
     return Explanation(problem=parsed, gpu=spec, explained=explained, with_passes=kernel == ALL)
 
 
@@ -127,23 +125,11 @@ def read_code(
     Compiles `config`, or else the configs that a call would choose; needs no GPU. Raises
     Unsupported and BuildFailed.
     """
-    return [code.values for code in machine_code(problem, gpu, kernel, config, fast_memory)]
-
-
-def machine_code(
-    problem: AttentionProblem | str,
-    gpu: GpuSpec | str | None,
-    kernel: Kernel,
-    config: TileConfig | str | None,
-    fast_memory: int | str | None,
-) -> list[MachineCodeFacts]:
-    """Read the machine code of kernels as records; see `read_code`."""
-    from tilegen.devices import device_of, gpu_of
-    from tilegen.explaining.machine_code import static
+    from tilegen.explaining.machine_code import read
 
     spec, parsed, tile = gpu_of(device_of(gpu, fast_memory)), problem_of(problem), config_of(config)
     kernels = kernels_in_use(kernel, parsed, spec)
-    return [static(_task(name, parsed, spec), tile) for name in kernels]
+    return [read(_task(name, parsed, spec), tile) for name in kernels]
 
 
 def show(
@@ -164,7 +150,6 @@ def show(
     bytes.
     """
     from tilegen.choose.ranker import joining, propose
-    from tilegen.devices import device_of
     from tilegen.emit.render import render
     from tilegen.pipeline import choose_kernel
 
@@ -223,8 +208,6 @@ def tune(
     With TILEGEN_LIBRARIES=1 PyTorch's own kernels are measured too, for each pass whose kernels are
     all tuned. Raises Unsupported without the device, and NoRecord if no config runs.
     """
-    from tilegen.devices import device_of
-    from tilegen.gpus.spec import GpuSpec
     from tilegen.tuning.here import tuned_device
     from tilegen.tuning.jobs import jobs_of
     from tilegen.tuning.tuner import CPU_SECONDS
@@ -268,7 +251,6 @@ def verify(
     """
     from tilegen.check import verification
     from tilegen.check.sizes import checkable
-    from tilegen.devices import gpu_of
     from tilegen.pipeline import choose
 
     parsed, spec, tile = problem_of(problem).normal(), gpu_of(gpu), config_of(config)
@@ -301,7 +283,6 @@ def problems_of(
 ) -> list[AttentionProblem]:
     """Return the problems of an argument, or else of a catalogue file. Raises InvalidProblem and
     Unsupported."""
-    from tilegen.catalog import read_catalogue
 
     several = _several(given)
     if bool(several) == bool(catalog):
@@ -316,8 +297,6 @@ def devices_of(
     """Return the GPUs of an argument, or else the processors, and the GPUs that stand for
     architectures. Raises Unsupported."""
     from tilegen.cpu.processors import PROCESSORS, Processor
-    from tilegen.devices import gpu_of
-    from tilegen.gpus.spec import gpu_for
 
     archs = _several(arch)
     if given is not None and archs:
@@ -363,7 +342,6 @@ def kernel_for(name: str, problem: AttentionProblem, gpu: Device) -> Kernel:
 
 def _task(kernel: str, problem: AttentionProblem | str, device: Device) -> KernelTask:
     """Return the task of a kernel by its name; for `forward`, of the first that a call uses."""
-    from tilegen.task import KernelTask
 
     parsed = problem_of(problem).normal()
     return KernelTask.of(kernel_for(kernel, parsed, device), parsed, device)

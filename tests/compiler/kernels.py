@@ -401,3 +401,49 @@ def numbered(count_ptr, out_ptr):
     number = tl.load(count_ptr)
     tl.store(out_ptr + tl.program_id(0), number)
     tl.store(count_ptr, number + 1)
+
+
+@triton.jit
+def edges(
+    a_ptr, b_ptr, v_ptr, u_ptr, out_ptr, grad_ptr, back_ptr, left, right,
+    m: tl.constexpr, n: tl.constexpr, k: tl.constexpr, WHAT: tl.constexpr,
+):  # fmt: skip
+    """The products of attention on a tile that a mask of its rows and columns cuts."""
+    rows, columns, depth = tl.arange(0, m), tl.arange(0, n), tl.arange(0, k)
+    a = tl.load(a_ptr + rows[:, None] * k + depth)
+    b = tl.load(b_ptr + columns[:, None] * k + depth)
+    v = tl.load(v_ptr + columns[:, None] * k + depth)
+    u = tl.load(u_ptr + rows[:, None] * k + depth)
+    i, j = rows[:, None], columns[None, :]
+    if WHAT == "less":
+        keep = j < i + left
+    elif WHAT == "at most":
+        keep = j <= i + left
+    elif WHAT == "more":
+        keep = j > i - left
+    elif WHAT == "at least":
+        keep = i - j <= left
+    elif WHAT == "turned":
+        keep = (i - j > -left) & (i + right >= j)
+    elif WHAT == "window":
+        keep = (i - j <= left) & (j - i <= right)
+    elif WHAT == "two sides":
+        keep = (j < i - left) | (j >= i + right)
+    elif WHAT == "rows":
+        keep = (i < left) & (j >= 0)
+    elif WHAT == "columns":
+        keep = (j < left) & (i >= 0)
+    elif WHAT == "sparse":
+        keep = (j <= i) & ((i - j) % 3 == 0)
+    elif WHAT == "exclusive":
+        keep = (j <= i) ^ (j < left)
+    elif WHAT == "falling":
+        keep = i + j < left
+    else:
+        keep = (j < i) & (j > i)
+    scores = tl.where(keep, tl.dot(a, tl.trans(b)), float("-inf"))
+    weights = tl.exp2(scores)
+    tl.store(out_ptr + rows[:, None] * k + depth, tl.dot(weights.to(v.dtype), v))
+    grads = weights * (tl.dot(u, tl.trans(v)) - 1.0)
+    tl.store(grad_ptr + rows[:, None] * n + columns, grads)
+    tl.store(back_ptr + columns[:, None] * k + depth, tl.dot(tl.trans(grads.to(u.dtype)), u))

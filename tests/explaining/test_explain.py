@@ -2,7 +2,7 @@
 agree."""
 
 import json
-from collections.abc import Sequence
+import re
 from functools import cache
 from typing import Any
 
@@ -14,17 +14,17 @@ from tilegen.choose.families import family, kernels_of, ranked_families
 from tilegen.choose.ranker import propose
 from tilegen.cli.main import app
 from tilegen.errors import Unsupported
-from tilegen.explaining.alternatives import (
+from tilegen.explaining.explained import (
     OTHER_FAST_MEMORY,
-    alternatives_of_pass,
-    with_alternatives,
+    ExplainedKernel,
+    ExplainedPass,
+    explain,
+    explain_all,
+    moved,
 )
-from tilegen.explaining.explanation import explain_all
-from tilegen.explaining.gpu_records import KernelExplanation
-from tilegen.explaining.on_gpu import explain
-from tilegen.explaining.pass_choice import explain_pass
-from tilegen.explaining.records import plain
-from tilegen.explaining.text import SECTIONS, latex_of_all, lines_of_all
+from tilegen.explaining.explanation import SECTIONS, Explanation
+from tilegen.explaining.facts import Fact, latex_of, lines_of, values_of
+from tilegen.explaining.passes import pass_facts
 from tilegen.gpus.spec import GpuSpec, gpu, with_fast_memory
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.panels import rows_for
@@ -34,7 +34,7 @@ from tilegen.model.bounds import lower_bound_bytes
 from tilegen.model.traffic import terms_of
 from tilegen.problem import AttentionProblem
 from tilegen.task import KernelTask, PassTask
-from tilegen.units import ratio_text, seconds_text
+from tilegen.units import memory_text, ratio_text, seconds_text
 
 LARGE = "b2 hq8 hkv2 q1000 d128/64 bf16 causal"
 SMALL = "hq6 hkv2 q3000 kv5000 d576/512 bf16 causal"  # several panels a head group
@@ -48,24 +48,36 @@ def parse(text: str) -> AttentionProblem:
     return AttentionProblem.parse(text)
 
 
+class Sections(dict[str, dict[str, Any]]):
+    """The facts of a kernel by section, as JSON has them."""
+
+    def __init__(self, of: ExplainedKernel) -> None:
+        super().__init__()
+        self.of = of
+
+    def __missing__(self, name: str) -> dict[str, Any]:
+        return self.setdefault(name, values_of(SECTIONS[name][1](self.of)))
+
+
 @cache  # tests read it, and none changes it
-def told(text: str, kernel: Kernel, spec: GpuSpec = H200) -> dict[str, Any]:
-    return plain(explain(KernelTask.of(kernel, parse(text), spec)))
+def known(text: str, kernel: Kernel, spec: GpuSpec = H200) -> Sections:
+    return Sections(explain(KernelTask.of(kernel, parse(text), spec)))
+
+
+def way(text: str, direction: Direction, spec: GpuSpec = H200) -> ExplainedPass:
+    return ExplainedPass(direction, parse(text).normal(), spec)
 
 
 @cache
-def told_of_pass(text: str, direction: Direction, spec: GpuSpec = H200) -> dict[str, Any]:
-    return plain(explain_pass(parse(text), spec, direction))
+def known_of_pass(text: str, direction: Direction, spec: GpuSpec = H200) -> dict[str, Any]:
+    return values_of(pass_facts(way(text, direction, spec)))
 
 
 @cache
-def told_of_all(text: str) -> tuple[Any, ...]:
-    return explain_all(parse(text), H200, kernels_of(parse(text), H200), by_model=True)
-
-
-def of_gpu(explained: Sequence[Any]) -> list[KernelExplanation]:
-    assert all(isinstance(one, KernelExplanation) for one in explained)
-    return [*explained]
+def explanation(text: str, kernels: tuple[Kernel, ...] = (), spec: GpuSpec = H200) -> Explanation:
+    kernels = kernels or kernels_of(parse(text), spec)
+    explained = explain_all(parse(text), spec, kernels, by_model=True)
+    return Explanation(problem=parse(text), gpu=spec, explained=explained, with_passes=True)
 
 
 def value(text: str, values: dict[str, float]) -> float:
@@ -83,91 +95,109 @@ def run(*arguments: str) -> str:
 # Formulas give the numbers
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("text", [LARGE, SMALL, WINDOW])
 @pytest.mark.parametrize("kernel", ANY_HEAD_DIM)
-def test_traffic_follows_from_its_formula(kernel: Kernel, text: str) -> None:
-    traffic = told(text, kernel)["traffic"]
-    sizes = {"element": traffic["values"]["e"], "fp32": 4}
-    for direction in ("read", "write"):
-        words = (
-            value(term["words"], traffic["values"]) * sizes[term["size"]]
-            for term in traffic["formula"]
-            if term["direction"] == direction
-        )
-        tables = traffic["table_bytes"] if direction == "read" else 0
-        assert traffic["values"]["H_kv"] * sum(words) + tables == traffic[f"{direction}_bytes"]
-    both = traffic["read_bytes"] + traffic["write_bytes"] - traffic["table_bytes"]
-    assert value(traffic["bytes"]["text"], traffic["values"]) == both
+def test_values_follow_from_their_formulas(kernel: Kernel, text: str) -> None:
+    for section in ("traffic", "bound"):
+        facts = known(text, kernel)[section]
+        symbols = facts["with"]["value"]
+        for label, fact in facts.items():
+            if label in ("optimum", "bound", "u") or "formula" not in fact:
+                continue
+            infinite = re.search(r"\bC\b", fact["formula"]) and "C" not in symbols
+            if not infinite:
+                expected = pytest.approx(fact["value"], rel=1e-6, abs=1)
+                assert value(fact["formula"], symbols) == expected, label
+
+
+@pytest.mark.parametrize("text", [LARGE, SMALL, WINDOW, f"{LARGE} dropout"])
+@pytest.mark.parametrize("kernel", ANY_HEAD_DIM)
+def test_traffic_is_the_sum_of_its_tensors(kernel: Kernel, text: str) -> None:
+    cost = propose(KernelTask.of(kernel, parse(text), H200), top=1)[0].estimate
+    traffic = known(text, kernel)["traffic"]
+    for direction, total in (("read", cost.read_bytes), ("write", cost.write_bytes)):
+        parts = [
+            fact["value"] for name, fact in traffic.items() if name.startswith(f"{direction} ")
+        ]
+        assert sum(parts) == pytest.approx(total, abs=len(parts))
+    assert traffic["read"]["value"] == cost.read_bytes
+    assert traffic["written"]["value"] == cost.write_bytes
 
 
 @pytest.mark.parametrize("text", [LARGE, WINDOW, "b8 hq64 hkv8 q8192 d128 bf16"])
 @pytest.mark.parametrize("kernel", [*LARGE_CACHE, "fwd_split"])
 def test_dram_follows_from_its_formula(kernel: Kernel, text: str) -> None:
     for spec in (H200, gpu("t4")):
-        dram = told(text, kernel, spec)["dram"]
-        formulas = {one["name"]: one["text"] for one in dram["formulas"]}
-        assert value(formulas["DRAM bytes"], dram["values"]) == pytest.approx(dram["bytes"], abs=1)
-        assert dram["bytes"] >= dram["bound_bytes"]
+        facts = known(text, kernel, spec)["traffic"]
+        symbols, dram = facts["with"]["value"], facts["DRAM"]
+        assert value(dram["formula"], symbols) == pytest.approx(dram["value"], abs=1)
+        assert dram["value"] >= facts["at least"]["value"]
         if kernel not in ("bwd_preprocess", "fwd_split"):
-            assert dram["wave"]["sweeps"] >= 1
-            assert dram["values"]["rho"] == dram["wave"]["sweeps"]
-            assert dram["wave"]["programs"] == dram["values"]["n_w"]
-            assert value(formulas["rho"], dram["values"]) == pytest.approx(dram["values"]["rho"])
+            assert symbols["rho"] == facts["rho"]["value"] >= 1
+            assert facts["wave"]["value"] == symbols["n_w"]
+            assert value(facts["rho"]["formula"], symbols) == pytest.approx(symbols["rho"])
 
 
 def test_rows_that_stream_more_than_once_are_said() -> None:
     """Half a megabyte of keys for each of 64 heads, and 4 MB of L2: what one wave leaves behind."""
-    dram = told("b8 hq64 hkv8 q8192 d128 bf16", "fwd", gpu("t4"))["dram"]
-    assert dram["wave"]["sweeps"] > 1.5
-    assert dram["ratio"] > 1.1
+    facts = known("b8 hq64 hkv8 q8192 d128 bf16", "fwd", gpu("t4"))["traffic"]
+    assert facts["rho"]["value"] > 1.5
+    assert facts["ratio"]["value"] > 1.1
 
 
 def test_small_cache_kernels_have_a_number_for_dram_and_no_formula() -> None:
     for kernel in sorted(name for name, one in KERNELS.items() if one.sliced):
-        dram = told(SMALL, kernel)["dram"]
+        facts = known(SMALL, kernel)["traffic"]
         cost = propose(KernelTask.of(kernel, parse(SMALL), H200), top=1)[0].estimate
-        assert (dram["bytes"], dram["formulas"], dram["wave"]) == (cost.dram_bytes, [], None)
-        assert (dram["ratio"] is None) == (kernel != "fwd_streamed")
+        assert facts["DRAM"] == {"value": cost.dram_bytes, "unit": "B between L2 and DRAM"}
+        assert "rho" not in facts
+        assert ("ratio" in facts) == (kernel == "fwd_streamed")
 
 
 @pytest.mark.parametrize("text", [LARGE, SMALL, "hq8 q131072 d512 bf16"])
 @pytest.mark.parametrize("kernel", ANY_HEAD_DIM)
 def test_the_bound_that_applies_is_the_largest(kernel: Kernel, text: str) -> None:
-    bound = told(text, kernel)["bound"]
-    each = {one["name"]: value(one["text"], bound["values"]) for one in bound["formulas"]}
-    assert each == pytest.approx(bound["each"])
-    assert bound["bytes"] == lower_bound_bytes(KernelTask.of(kernel, parse(text), H200))
-    assert bound["bytes"] == pytest.approx(max(each.values()), abs=1)
-    assert each[bound["applies"]] == max(each.values())
-    assert bound["ratio"] >= 1
+    facts = known(text, kernel)["bound"]
+    symbols = facts["with"]["value"]
+    names = [name for name in ("LB1", "LB1G", "LB2", "floor") if name in facts]
+    each = {name: value(facts[name]["formula"], symbols) for name in names}
+    assert each == pytest.approx({name: facts[name]["value"] for name in names})
+    least = facts["bound"]["value"]
+    assert least == lower_bound_bytes(KernelTask.of(kernel, parse(text), H200))
+    assert least == pytest.approx(max(each.values()), abs=1)
+    assert each[facts["bound"]["unit"].removeprefix("B at least, by ")] == max(each.values())
+    assert facts["ratio"]["value"] >= 1
 
 
 @pytest.mark.parametrize("mask", ["~full", "kv_prefix(0)", "window(0,0)&~causal"])
 def test_a_mask_that_keeps_nothing_is_explained(mask: str) -> None:
     """Nothing streams: L2 holds all heads."""
-    for kernel in ("fwd", "bwd_dq"):
-        text = f"hq8 q1024 d64 bf16 {mask}"
-        explanation = explain(KernelTask.of(kernel, parse(text), H200))
-        every = with_alternatives([explanation], parse(text), H200, with_passes=False)
-        assert any("L2 holds all" in line for line in lines_of_all(every, with_passes=False))
+    text = f"hq8 q1024 d64 bf16 {mask}"
+    shown = explanation(text, ("fwd", "bwd_dq")).text("traffic")
+    assert len(re.findall(r"^  L2 holds +all$", shown, re.MULTILINE)) == 2
+    json.dumps(explanation(text, ("fwd", "bwd_dq")).values, allow_nan=False)
 
 
 def test_other_bounds_apply_where_sequences_are_long_and_memory_is_small() -> None:
     long = "hq1 q131072 d512 bf16"
-    assert told(long, "fwd", gpu("t4"))["bound"]["applies"] == "LB2"
-    assert told("hq1 q131072 d128 bf16", "fwd")["bound"]["applies"] == "LB1"
-    assert told(LARGE, "fwd")["bound"]["applies"] == "floor"
+    for facts, name in (
+        (known(long, "fwd", gpu("t4")), "LB2"),
+        (known("hq1 q131072 d128 bf16", "fwd"), "LB1"),
+        (known(LARGE, "fwd"), "floor"),
+    ):
+        assert facts["bound"]["bound"]["unit"] == f"B at least, by {name}"
 
 
 @pytest.mark.parametrize("text", [LARGE, SMALL, WINDOW])
 @pytest.mark.parametrize("kernel", ANY_HEAD_DIM)
 def test_time_is_the_largest_part_and_the_launches(kernel: Kernel, text: str) -> None:
-    time = told(text, kernel)["time"]
-    parts = time["composition"]
-    running = [parts[name] for name in ("programs", "l2", "dram") if parts[name] is not None]
-    assert time["seconds"] == pytest.approx(max(running) + parts["launch"])
-    assert parts[parts["largest"]] == max(running)
+    time = known(text, kernel)["time"]
+    seconds = {name: fact["value"] for name, fact in time.items()}
+    parts = {name: seconds[name] for name in ("on_sms", "l2", "dram")}
+    assert seconds["time"] == pytest.approx(max(parts.values()) + seconds["launching"])
+    assert value(time["time"]["formula"], {**parts, "launching": seconds["launching"]}) == (
+        pytest.approx(seconds["time"])
+    )
     first = kernel in (
         "fwd",
         "fwd_split",
@@ -176,10 +206,12 @@ def test_time_is_the_largest_part_and_the_launches(kernel: Kernel, text: str) ->
         "fwd_scores",
         "bwd_preprocess",
     )
-    assert parts["launch"] == pytest.approx(1.75e-6 * parts["launches"] + 1.25e-6 * first)
-    largest = parts["largest"]
-    of_programs = [name for name in time["terms"] if name not in ("l2", "dram")]
-    assert time["limit"] == (of_programs[0] if largest == "programs" else largest)
+    launching = 1.75e-6 * seconds["launches"] + 1.25e-6 * first
+    assert seconds["launching"] == pytest.approx(launching)
+    largest = max(parts, key=parts.__getitem__)
+    units = {name: seconds[name] for name in ("tensor", "exp", "issue", "smem", "latency")}
+    busiest = max(units, key=units.__getitem__)
+    assert seconds["limit"] == (busiest if largest == "on_sms" else largest)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -189,22 +221,22 @@ def test_time_is_the_largest_part_and_the_launches(kernel: Kernel, text: str) ->
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("text", [LARGE, SMALL, WINDOW])
 def test_a_pass_sums_up_its_kernels(text: str, direction: Direction) -> None:
-    problem = parse(text)
-    way = told_of_pass(text, direction)
+    problem, facts = parse(text), known_of_pass(text, direction)
     kernels = kernels_of(problem, H200, direction)
-    explained = [told(text, kernel) for kernel in kernels]
-    assert way["family"] == family(problem, H200, direction)
-    assert tuple(way["kernels"]) == kernels
-    for key in ("read_bytes", "write_bytes"):
-        assert way[key] == sum(one["traffic"][key] for one in explained)
-    assert way["seconds"] == pytest.approx(sum(one["time"]["seconds"] for one in explained))
-    moved = way["read_bytes"] + way["write_bytes"]
-    assert way["bound"]["ratio"] == moved / lower_bound_bytes(PassTask.of(direction, problem, H200))
-    assert way["bound"]["ratio"] >= 1
+    costs = [propose(KernelTask.of(name, problem, H200), top=1)[0].estimate for name in kernels]
+    chosen = facts["family"]["value"]
+    assert chosen == family(problem, H200, direction)
+    assert facts["kernels"]["value"] == ", ".join(kernels)
+    size = sum(map(moved, costs))
+    cells = {name: cell["value"] for name, cell in facts["families"][chosen].items()}
+    assert facts["traffic"]["value"] == size == cells["traffic"]
+    assert cells["written"] == sum(cost.write_bytes for cost in costs)
+    assert cells["time"] == pytest.approx(sum(cost.seconds for cost in costs))
+    least = lower_bound_bytes(PassTask.of(direction, problem, H200))
+    assert facts["ratio"]["value"] == size / least >= 1
     ranked = ranked_families(problem, H200, direction)
-    assert [(one["family"], one["seconds"]) for one in way["families"]] == [
-        (name, pytest.approx(seconds)) for name, seconds in ranked
-    ]
+    shown = [(name, cells["time"]["value"]) for name, cells in facts["families"].items()]
+    assert shown == [(name, pytest.approx(seconds)) for name, seconds in ranked]
 
 
 @pytest.mark.parametrize(
@@ -214,42 +246,42 @@ def test_a_pass_sums_up_its_kernels(text: str, direction: Direction) -> None:
 def test_regimes_are_said_in_words_and_bytes(name: str, forward: int, backward: int) -> None:
     """The head dims are those derived from the schedules' constants, by hand and independently."""
     for direction, head_dim in zip(DIRECTIONS, (forward, backward), strict=True):
-        regime = told_of_pass(LARGE, direction, gpu(name))["regime"]
-        assert round(regime["critical_head_dim"]) == head_dim
-        assert regime["theorem_words"] == 128**2
-        assert regime["theorem_bytes"] == 2 * 128**2
-        assert regime["m_words"] * 2 == regime["m_bytes"] == gpu(name).on_chip_bytes
-        assert regime["dividing_bytes"] == 2 * regime["dividing_words"]
-        assert regime["m_words"] / head_dim**2 == pytest.approx(
-            regime["dividing_words"] / 128**2, rel=0.005
-        )
+        facts = known_of_pass(LARGE, direction, gpu(name))
+        regime = {label: fact.get("value") for label, fact in facts.items()}
+        assert regime["head dim"] == head_dim
+        assert regime["d^2"] == 128**2
+        assert regime["d^2 in bytes"] == 2 * 128**2
+        assert regime["M"] * 2 == regime["M in bytes"] == gpu(name).on_chip_bytes
+        assert regime["dividing bytes"] == pytest.approx(2 * regime["dividing"], abs=1)
+        exact = value(facts["dividing"]["formula"], regime["where"])
+        assert regime["dividing"] == pytest.approx(exact, abs=1)
+        assert regime["M"] / head_dim**2 == pytest.approx(exact / 128**2, rel=0.005)
         assert regime["regime"] == "large cache"
 
 
 def test_a_wide_head_is_in_the_small_cache() -> None:
-    assert told_of_pass(SMALL, "backward")["regime"]["regime"] == "small cache"
+    assert known_of_pass(SMALL, "backward")["regime"]["value"] == "small cache"
 
 
 def test_a_panel_is_shown_where_there_is_one() -> None:
-    assert told_of_pass(LARGE, "forward")["panel"] is None
+    assert "panels" not in known_of_pass(LARGE, "forward")
     problem = parse(SMALL)
     for direction, copies in zip(DIRECTIONS, (1, 2), strict=True):
-        way = told_of_pass(SMALL, direction)
-        panel = way["panel"]
-        assert way["family"] == "small_cache"
-        assert 0 < panel["rows"] <= rows_for(problem, H200, direction)
-        assert panel["rows"] * panel["panels"] >= 6 * 3000
-        assert panel["bytes"] == panel["rows"] * 5000 * 2 * copies
+        facts = known_of_pass(SMALL, direction)
+        assert facts["family"]["value"] == "small_cache"
+        rows = facts["panel rows"]["value"]
+        assert 0 < rows <= rows_for(problem, H200, direction)
+        assert rows * facts["panels"]["value"] >= 6 * 3000
+        assert facts["panel bytes"]["value"] == rows * 5000 * 2 * copies
 
 
 def test_another_memory_may_choose_another_family() -> None:
-    problem = parse("hq8 q4096 d320 bf16")
+    text = "hq8 q4096 d320 bf16"
     for direction in DIRECTIONS:
-        way = explain_pass(problem, H200, direction)
-        others = alternatives_of_pass(way, problem, H200).other_fast_memory or ()
-        chosen = {one.fast_memory: one.family for one in others}
+        given = known_of_pass(text, direction)["given"]
+        chosen = {size: given[memory_text(size)]["family"]["value"] for size in OTHER_FAST_MEMORY}
         assert chosen == {
-            size: family(problem, with_fast_memory(H200, size), direction)
+            size: family(parse(text), with_fast_memory(H200, size), direction)
             for size in OTHER_FAST_MEMORY
         }
         assert len(set(chosen.values())) > 1
@@ -257,9 +289,8 @@ def test_another_memory_may_choose_another_family() -> None:
 
 def test_other_masks_are_those_that_the_problem_has_not() -> None:
     masks = {
-        text: [one.mask for one in alternatives_of_pass(way, parse(text), H200).other_masks or ()]
+        text: [name for name in way(text, "forward").elsewhere if "KiB" not in name]
         for text in (LARGE, WINDOW)
-        for way in (explain_pass(parse(text), H200, "forward"),)
     }
     assert masks == {LARGE: ["full"], WINDOW: ["full", "causal"]}
 
@@ -270,29 +301,32 @@ def test_other_masks_are_those_that_the_problem_has_not() -> None:
 
 @pytest.mark.parametrize("kernel", ANY_HEAD_DIM)
 def test_the_next_best_are_slower_and_it_is_said_why(kernel: Kernel) -> None:
-    problem = parse(SMALL)
-    ranked = propose(KernelTask.of(kernel, problem, H200), top=4)
-    others = told(SMALL, kernel)["next_best"]
-    assert [one["config"] for one in others] == [one.config.key for one in ranked[1:]]
+    ranked = propose(KernelTask.of(kernel, parse(SMALL), H200), top=4)
+    tiles = known(SMALL, kernel)["next"]["tile"]
+    assert [*tiles] == [one.config.key for one in ranked]
     best = ranked[0].estimate
-    for said, candidate in zip(others, ranked[1:], strict=True):
-        cost = candidate.estimate
-        moved = [one.read_bytes + one.write_bytes for one in (best, cost)]
-        assert said["slowdown"] == cost.seconds / best.seconds
+    mine, *others = tiles.values()
+    assert (mine["times"]["value"], mine["term"]["value"], mine["by"]["value"]) == (1, None, None)
+    for cells, candidate in zip(others, ranked[1:], strict=True):
+        cost, shown = candidate.estimate, {name: cell["value"] for name, cell in cells.items()}
+        assert shown["time"] == cost.seconds
+        assert shown["times"] == cost.seconds / best.seconds
         assert cost.cost >= best.cost
-        assert said["traffic_ratio"] == moved[1] / moved[0]
-        assert said["waves"] == cost.waves
-        grown = dict(cost.terms)[said["term"]] - dict(best.terms)[said["term"]]
-        assert said["term_seconds"] == grown
-        assert ("the same traffic" in said["differs"]) == (moved[0] == moved[1])
+        assert shown["traffic"] == moved(cost) / moved(best)
+        assert shown["waves"] == cost.waves
+        grown = {name: x - dict(best.terms)[name] for name, x in cost.terms}
+        assert shown["by"] == grown[shown["term"]]
+        assert shown["by"] == (max if shown["times"] >= 1 else min)(grown.values())
 
 
 def test_a_config_of_ones_own_is_compared_with_better_ones() -> None:
     config = TileConfig(block_m=16, block_n=16, num_warps=4, num_stages=1)
-    shown = plain(explain(KernelTask.of("fwd", parse(LARGE), H200), config))
-    assert shown["config"]["block_m"] == 16
-    assert all(one["slowdown"] < 1 for one in shown["next_best"])
-    assert all(one["term_seconds"] < 0 for one in shown["next_best"])
+    facts = Sections(explain(KernelTask.of("fwd", parse(LARGE), H200), config))
+    assert facts["tile"]["tile"]["value"] == repr(config)
+    assert facts["tile"]["takes"]["value"] > 1
+    _, *others = facts["next"]["tile"].values()
+    assert all(cells["times"]["value"] < 1 for cells in others)
+    assert all(cells["by"]["value"] < 0 for cells in others)
 
 
 def test_a_config_of_another_kind_of_kernel_is_refused() -> None:
@@ -320,23 +354,66 @@ def test_a_config_that_cannot_fit_has_no_time(name: str, needs: str) -> None:
 # Text, LaTeX and JSON
 
 
+def test_facts_are_printed_in_columns_and_tables() -> None:
+    """A row of each kind: numbers with and without a formula, words, symbols, and a table."""
+    d, e = sympy.symbols("d e")
+    cells = [("time", 2e-3, "s"), ("times", None, "times"), ("because", "it fits", "")]
+    facts = [
+        Fact("s", "read", 33_600_000, "B between L2 and DRAM", d * e),
+        Fact("s", "a longer label", 1.25, "times the bound"),
+        Fact("s", "words", "of a sentence"),
+        Fact("s", "optimum", None, "of the problem", d / e),
+        Fact("s", "with", {"d": 128, "rho": 0.03125}),
+        Fact("s", "m64n64", tuple(Fact("s", *cell) for cell in cells), "tile"),
+    ]
+    assert [*lines_of(facts)] == [
+        "  read            33.6 MB between L2 and DRAM  d*e",
+        "  a longer label  1.25 times the bound",
+        "  words           of a sentence",
+        "  optimum         d/e of the problem",
+        "  with            d=128, rho=0.03125",
+        "  tile       time  times  because",
+        "  m64n64  2.00 ms      -  it fits",
+    ]
+    assert values_of(facts) == {
+        "read": {"value": 33_600_000, "unit": "B between L2 and DRAM", "formula": "d*e"},
+        "a longer label": {"value": 1.25, "unit": "times the bound"},
+        "words": {"value": "of a sentence"},
+        "optimum": {"value": None, "unit": "of the problem", "formula": "d/e"},
+        "with": {"value": {"d": 128, "rho": 0.03125}},
+        "tile": {
+            "m64n64": {
+                "time": {"value": 2e-3, "unit": "s"},
+                "times": {"value": None, "unit": "times"},
+                "because": {"value": "it fits"},
+            }
+        },
+    }
+    assert latex_of(facts) == [
+        r"\begin{align*}",
+        r"\mathrm{read} &= d e = 33600000\ \text{B} \\",
+        r"\mathrm{optimum} &= \frac{d}{e}",
+        r"\end{align*}",
+        r"where $d = 128$, $\rho = 0.03125$",
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("text", [LARGE, SMALL])
 def test_the_text_says_what_the_json_says(text: str) -> None:
     explained = json.loads(run(text, "--gpu", "a100", "--json"))
     shown = run(text, "--gpu", "a100", "--all")
-    for explanation in explained:
-        assert f"{seconds_text(explanation['time']['seconds'])} predicted" in shown
-        assert f"limited by {explanation['time']['limit']}" in shown
-        assert f"{TileConfig(**explanation['config'])!r}" in shown
-        assert f"these tiles move {ratio_text(explanation['bound']['ratio'])} times that" in shown
-        way = explanation["pass"]
-        assert f"{ratio_text(way['bound']['ratio'])} times the lower bound of the pass" in shown
-        assert f"{way['direction']}: {SECTIONS['pass']}" in shown
-        assert f"  family     {way['family']}\n" in shown
-    kernels = [explanation["kernel"] for explanation in explained]
+    for facts in explained:
+        time, bound = facts["time"], facts["bound"]
+        assert f"{seconds_text(time['time']['value'])} predicted" in shown
+        assert re.search(rf"^  limit +{time['limit']['value']}$", shown, re.MULTILINE)
+        assert f"{TileConfig(**facts['config'])!r}" in shown
+        assert f"{ratio_text(bound['ratio']['value'])} times the bound, by these tiles" in shown
+        assert f"{facts['direction']}: {SECTIONS['pass'][0]}" in shown
+        assert re.search(rf"^  family +{facts['pass']['family']['value']}$", shown, re.MULTILINE)
+    kernels = [facts["kernel"] for facts in explained]
     assert kernels == list(kernels_of(parse(text), gpu("a100")))
-    assert all(item["pass"]["direction"] == direction_of(item["kernel"]) for item in explained)
+    assert all(facts["direction"] == direction_of(facts["kernel"]) for facts in explained)
 
 
 def test_one_kernel_alone_is_explained_without_its_pass() -> None:
@@ -346,46 +423,42 @@ def test_one_kernel_alone_is_explained_without_its_pass() -> None:
 
 
 def test_another_fast_memory_is_said_and_changes_the_bound() -> None:
-    shown = run(LARGE, "--gpu", "h200", "--fast-memory", "48KiB", "--kernel", "fwd")
-    assert "on h200 with 48 KiB of shared memory" in shown
-    (small,) = json.loads(
-        run(LARGE, "--gpu", "h200", "--fast-memory", "48KiB", "--kernel", "fwd", "--json")
-    )
-    whole = told(LARGE, "fwd")
-    assert small["footprint"]["smem_bytes"] <= 48 * 1024 == small["fast_memory"]
-    assert small["bound"]["on_chip_bytes"] == whole["bound"]["on_chip_bytes"] - (227 - 48) * 1024
+    asked = (LARGE, "--gpu", "h200", "--fast-memory", "48KiB", "--kernel", "fwd")
+    assert "on h200 with 48 KiB of shared memory" in run(*asked)
+    (small,) = json.loads(run(*asked, "--json"))
+    assert small["tile"]["memory"]["value"] <= 48
+    whole = known(LARGE, "fwd")["bound"]["memory"]["value"]
+    assert small["bound"]["memory"]["value"] == whole - (227 - 48)
 
 
 @pytest.mark.slow
 def test_json_is_finite_and_has_stable_keys() -> None:
     explained = [
-        json.loads(json.dumps(plain(one), allow_nan=False))
+        json.loads(json.dumps(one, allow_nan=False))
         for text in (LARGE, SMALL, WINDOW, "hq1 q1 d64 bf16")
-        for one in told_of_all(text)
+        for one in explanation(text).values
     ]
     assert len({tuple(one) for one in explained}) == 1
-    for key in ("traffic", "dram", "bound", "footprint", "time", "pass"):
-        assert len({tuple(one[key]) for one in explained}) == 1, key
-    assert all(
-        one["traffic"]["read_bytes"] > 0 < one["traffic"]["write_bytes"] for one in explained
-    )
+    for section, labels in {
+        "time": ("time", "limit", "on_sms", "tensor", "l2", "dram", "waves", "products"),
+        "traffic": ("read", "written", "DRAM", "with"),
+        "bound": ("optimum", "floor", "bound", "memory", "with", "crossover"),
+        "pass": ("family", "because", "kernels", "families", "traffic", "regime", "M", "given"),
+    }.items():
+        assert all(set(labels) <= set(one[section]) for one in explained), section
+    for name in ("read", "written"):
+        assert all(one["traffic"][name]["value"] > 0 for one in explained)
 
 
 def test_latex_has_every_formula_and_is_balanced() -> None:
-    explained = explain_all(parse(LARGE), H200, ("fwd", "bwd_dkdv"), by_model=True)
-    shown = "\n".join(latex_of_all(of_gpu(explained), with_passes=True))
-    assert run(LARGE, "--gpu", "h200", "--kernel", "fwd", "--latex").count("align*") == 8
-    for explanation in explained:
-        for term in terms_of(explanation.kernel):
-            assert sympy.latex(term.words) in shown
-        assert str(explanation.traffic.read_bytes + explanation.traffic.write_bytes) in shown
-    for what in (
-        r"\Theta",
-        r"\mathrm{LB}_1",
-        r"\mathrm{LB}_2",
-        r"M_{\mathrm{dividing}}",
-        r"\rho &=",
-    ):
+    told = explanation(LARGE, ("fwd", "bwd_dkdv"))
+    shown = told.latex()
+    assert run(LARGE, "--gpu", "h200", "--kernel", "fwd", "--latex").count("align*") == 6
+    for of in told.explained:
+        for term in terms_of(of.kernel):
+            assert sympy.latex(sympy.Symbol("H_kv") * term.bytes) in shown
+        assert str(of.cost.lower_bound_bytes) in shown
+    for what in (r"\Theta", r"\mathrm{LB1}", r"\mathrm{dividing}", r"\rho &="):
         assert what in shown
     for opens, closes in (("{", "}"), (r"\left", r"\right"), (r"\begin", r"\end")):
         assert shown.count(opens) == shown.count(closes)
@@ -402,7 +475,7 @@ def test_latex_can_be_set(text: str) -> None:
     """matplotlib sets all of it but environments; the one formula with cases is left out."""
     mathtext = pytest.importorskip("matplotlib.mathtext").MathTextParser("path")
     shown = set[str]()
-    for line in latex_of_all(of_gpu(told_of_all(text)), with_passes=True):
+    for line in explanation(text).latex().splitlines():
         if line.startswith("where "):
             shown.update(line.removeprefix("where ").split(", "))
         elif line and not line.startswith(("%", r"\begin", r"\end")) and "cases" not in line:

@@ -9,18 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.explaining.test_explain import DIRECTIONS, H200, LARGE, SMALL, of_gpu, parse, run
+from tests.explaining.test_explain import DIRECTIONS, H200, LARGE, SMALL, parse, run
 from tests.tasks import task
 from tilegen.choose.families import kernels_of
 from tilegen.choose.ranker import propose
 from tilegen.errors import Unsupported
-from tilegen.explaining.explanation import explain_all
-from tilegen.explaining.pass_choice import explain_pass
+from tilegen.explaining.explained import explain_all
 from tilegen.explaining.plot import curves, draw, mask_picture
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.spec import Direction
 from tilegen.model.visits import visits_of
 from tilegen.task import KernelTask
+from tilegen.theory import regimes
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -33,7 +33,8 @@ def test_curves_cross_where_the_leading_terms_do(direction: Direction) -> None:
         for bound in curve.bounds.values():
             assert np.all(moved[known] >= bound[known])
     cheaper = curve.memory[np.nanargmax(curve.large_cache < curve.small_cache)]
-    dividing = explain_pass(problem, H200, direction).regime.dividing_bytes
+    schedules = regimes.LARGE_CACHE[direction], regimes.SMALL_CACHE[direction]
+    dividing = regimes.dividing_bytes(*schedules, head_dim=256, element_bytes=2)
     assert cheaper == pytest.approx(dividing, rel=0.15)
     logs = np.log(curve.memory)
     large, small = np.log(curve.large_cache), np.log(curve.small_cache)
@@ -88,7 +89,7 @@ def test_a_plot_has_traffic_roofline_and_mask_for_each_pass(
     draw(
         problem,
         H200,
-        of_gpu(explain_all(problem, H200, kernels_of(problem, H200), by_model=True)),
+        explain_all(problem, H200, kernels_of(problem, H200), by_model=True),
         tmp_path / "a.png",
     )
     (drawn,) = saved
@@ -121,7 +122,7 @@ def test_the_mask_has_tiles_of_a_kernel_that_visits_them(
     saved: list[Any] = []
     monkeypatch.setattr(figure.Figure, "savefig", lambda self, *_, **__: saved.append(self))
     problem = parse("hq2 q256 d64 bf16 causal")
-    told = of_gpu(explain_all(problem, H200, kernels, by_model=True))
+    told = explain_all(problem, H200, kernels, by_model=True)
     draw(problem, H200, told, tmp_path / "a.png")
     axes = saved[0].axes[2]
     if len(kernels) == 1:
@@ -148,13 +149,13 @@ def test_a_plot_that_is_cut_short_leaves_the_one_before(
 
     monkeypatch.setattr(figure.Figure, "savefig", cut_short)
     with pytest.raises(KeyboardInterrupt):
-        draw(problem, H200, of_gpu(explain_all(problem, H200, ("fwd",), by_model=True)), file)
+        draw(problem, H200, explain_all(problem, H200, ("fwd",), by_model=True), file)
     assert file.read_bytes() == b"the one before"
 
 
 def test_plot_errors_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = parse(LARGE)
-    explained = of_gpu(explain_all(problem, H200, ("fwd",), by_model=True))
+    explained = explain_all(problem, H200, ("fwd",), by_model=True)
     with pytest.raises(Unsupported, match=r"end in \.png, \.svg, \.pdf"):
         draw(problem, H200, explained, tmp_path / "plot.gif")
     with pytest.raises(Unsupported, match="no folder"):

@@ -8,11 +8,12 @@ import pytest
 from typer.testing import CliRunner
 
 import tilegen
+from tilegen.choose.reason import limit_in_words
 from tilegen.cli.main import app
 from tilegen.errors import Unsupported
-from tilegen.explaining.gpu_records import KernelExplanation
+from tilegen.explaining.explained import OTHER_FAST_MEMORY, moved
+from tilegen.explaining.explanation import SECTIONS, Explanation
 from tilegen.explaining.summary import LABELS, slower
-from tilegen.explaining.text import SECTIONS, Explanation
 from tilegen.units import bytes_text, memory_text, ratio_text, seconds_text
 
 CAUSAL = "b2 hq8 hkv2 q1000 d128/64 bf16 causal"
@@ -48,25 +49,24 @@ def test_six_lines_come_first_and_alone(name: str) -> None:
     assert told.text("all").startswith(told.text() + "\n\n")
 
 
-def test_the_lines_have_the_numbers_of_the_records() -> None:
-    for facts in tilegen.explain(CAUSAL, "h200", by_model=True).explained:
-        assert isinstance(facts, KernelExplanation)
-        alone = tilegen.explain(CAUSAL, "h200", kernel=facts.kernel, by_model=True)
+def test_the_lines_have_the_numbers_of_the_estimate() -> None:
+    for of in tilegen.explain(CAUSAL, "h200", by_model=True).explained:
+        alone = tilegen.explain(CAUSAL, "h200", kernel=of.kernel, by_model=True)
         problem, kernel, time, limit, bound, change = alone.text().splitlines()
-        assert problem == (
-            f"problem  {facts.problem}, on h200 with {memory_text(facts.fast_memory)} of shared "
-            "memory"
-        )
-        assert kernel == f"kernel   {facts.kernel} {facts.config.key}: {facts.tile}"
-        assert time == f"time     {seconds_text(facts.time.seconds)} predicted"
-        assert limit.startswith(f"limit    {facts.waits_for}: programs take ")
-        assert f" {seconds_text(facts.time.composition.l2)} in L2 " in limit
+        cost, key = of.cost, of.tiled.problem.key
+        size = memory_text(of.tiled.gpu.smem_per_block)
+        assert problem == f"problem  {key}, on h200 with {size} of shared memory"
+        tile = of.tiled.spec.loop.tile(of.config)
+        assert kernel == f"kernel   {of.kernel} {of.config.key}: {tile}"
+        assert time == f"time     {seconds_text(cost.seconds)} predicted"
+        assert limit.startswith(f"limit    {limit_in_words(of.tiled, cost)}: programs take ")
+        assert f" {seconds_text(dict(cost.terms)['l2'])} in L2 " in limit
         assert bound == (
-            f"bound    {bytes_text(facts.traffic.moved)} between SMs and L2, "
-            f"{ratio_text(facts.bound.ratio or 0)} times the lower bound of "
-            f"{bytes_text(facts.bound.bytes)}"
+            f"bound    {bytes_text(moved(cost))} between SMs and L2, "
+            f"{ratio_text(moved(cost) / cost.lower_bound_bytes)} times the lower bound of "
+            f"{bytes_text(cost.lower_bound_bytes)}"
         )
-        assert change.startswith(f"change   next best {facts.next_best[0].config}, ")
+        assert change.startswith(f"change   next best {of.others[0].config.key}, ")
 
 
 @pytest.mark.parametrize("name", ["h200", "rtx4090"])
@@ -74,20 +74,22 @@ def test_the_last_line_names_the_largest_memory_and_the_masks_that_change_the_ti
     name: str,
 ) -> None:
     told = tilegen.explain(CAUSAL, name, kernel="fwd", by_model=True)
+    size = tilegen.gpu(name).smem_per_block
     (facts,) = told.values
-    others, size = facts["other_fast_memory"], facts["fast_memory"]
-    mine = next(other for other in others if other["fast_memory"] == size)
-    less = [x for x in others if x["fast_memory"] < size and x["config"] != mine["config"]]
-    more = [x for x in others if x["fast_memory"] > size and x["config"] != mine["config"]]
+    given = {label: cells["tile"]["value"] for label, cells in facts["others"]["given"].items()}
+    others = {limit: given[memory_text(limit)] for limit in OTHER_FAST_MEMORY}
+    mine = others[size]
+    less = [limit for limit in others if limit < size and others[limit] != mine]
+    more = [limit for limit in others if limit > size and others[limit] != mine]
     assert bool(more) == (name != "h200"), "choose another GPU: this test shows nothing"
     change = told.text().splitlines()[5]
     assert ("of shared memory" in change) == bool(less)
-    for other in less[-1:]:
-        size = memory_text(other["fast_memory"])
-        assert f"; {other['config']} with {size} of shared memory" in change
-    for mask in facts["other_masks"]:
-        names_it = f"{mask['config']} under {mask['mask']}" in change
-        assert names_it == (mask["config"] != mine["config"])
+    for limit in less[-1:]:
+        assert f"; {others[limit]} with {memory_text(limit)} of shared memory" in change
+    masks = {label: tile for label, tile in given.items() if "KiB" not in label}
+    assert masks
+    for mask, tile in masks.items():
+        assert (f"{tile} under {mask}" in change) == (tile != mine)
 
 
 @pytest.mark.parametrize(
@@ -117,10 +119,11 @@ def test_sections_come_in_their_order_whatever_the_order_of_their_names(name: st
     told = explained(name)
     both = told.text("time", "tile")
     assert both == told.text("tile", "time")
-    assert both.index(SECTIONS["tile"]) < both.index(SECTIONS["time"])
-    assert SECTIONS["mask"] not in both
+    titles = {section: title for section, (title, _) in SECTIONS.items()}
+    assert both.index(titles["tile"]) < both.index(titles["time"])
+    assert titles["mask"] not in both
     everything = told.text("all")
-    assert all(section in everything for section in SECTIONS.values())
+    assert all(title in everything for title in titles.values())
     with pytest.raises(Unsupported, match=r"section must be all or one of pass, tile, .*'tiles'"):
         told.text("tiles")
 

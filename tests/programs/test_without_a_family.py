@@ -37,8 +37,8 @@ import sys
 from tilegen.choose.families import kernels_of
 from tilegen.choose.ranker import propose
 from tilegen.emit.render import render
-from tilegen.explaining.explanation import explain_all
-from tilegen.explaining.text import lines_of_all
+from tilegen.explaining.explained import explain_all
+from tilegen.explaining.explanation import Explanation
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.registry import BACKWARD, KERNELS
 from tilegen.problem import AttentionProblem
@@ -55,8 +55,8 @@ for text in ("hq16 hkv16 q4096 kv77 d64 bf16", "hq8 hkv2 q1 kv8192 d64 bf16"):
         assert render(problem, best.config, kernel).source
     print(*kernels)
 told = explain_all(problem, h200, ("fwd_split", "bwd_dkdv"), by_model=True)
-assert [one.pass_.direction for one in told] == ["forward", "backward"]
-assert lines_of_all(told, with_passes=True)
+assert [one.way.direction for one in told] == ["forward", "backward"]
+assert Explanation(problem=problem, gpu=h200, explained=told, with_passes=True).text("all")
 print(*BACKWARD)
 """
 CHOSEN = {

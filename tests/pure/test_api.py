@@ -21,7 +21,7 @@ from tilegen.choose.families import kernels_of
 from tilegen.cli.main import app
 from tilegen.cpus.host import current_cpu
 from tilegen.errors import TilegenError, Unsupported
-from tilegen.explaining.common import BY_MODEL
+from tilegen.explaining.explained import BY_MODEL
 from tilegen.kernels.config import TileConfig
 from tilegen.problem import AttentionProblem
 from tilegen.task import KernelTask
@@ -83,10 +83,7 @@ def test_explain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert told.text("time", "tile") + "\n" == printed(*asked, *sections)
     assert "delta" in told.text("traffic")
     assert "delta" not in told.text("time")
-    assert told.explained[0].other_masks is None, "formulas need none"
-    monkeypatch.setattr(
-        "tilegen.explaining.explanation.explain_all", lambda *_, **__: told.explained
-    )
+    monkeypatch.setattr("tilegen.explaining.explained.explain_all", lambda *_, **__: told.explained)
     assert told.latex() + "\n" == printed(*asked, "--latex")
     assert plain(told.values) == values(*asked)
     whole = tilegen.explain(PROBLEM, "h200", by_model=True)
@@ -97,7 +94,7 @@ def test_explain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tilegen.explaining.plot.draw", lambda *given: drawn.append(given))
     told.plot(tmp_path / "it.svg")
     printed(*asked, "--plot", str(tmp_path / "it.svg"))
-    assert drawn == 2 * [(PARSED, H200, list(told.explained), tmp_path / "it.svg")]
+    assert drawn == 2 * [(PARSED, H200, told.explained, tmp_path / "it.svg")]
 
 
 def test_show() -> None:
@@ -115,15 +112,18 @@ def test_explanations_and_listings_are_of_the_tile_that_a_call_launches() -> Non
     chosen = pipeline.choose(AttentionProblem.parse(problem), H200, may_compile=True)
     (told,) = tilegen.explain(problem, "h200", kernel="bwd_dkdv").values
     assert TileConfig(**told["config"]) == chosen["bwd_dkdv"].config
-    assert re.fullmatch(r"the model, the fastest by machine code of \d compiled", told["choice"])
+    assert re.fullmatch(
+        r"the model, the fastest by machine code of \d compiled", told["tile"]["choice"]["value"]
+    )
     assert tilegen.show(problem, "h200", kernel="bwd_dkdv").config == chosen["bwd_dkdv"].config
     first = tilegen.propose(problem, "h200", kernel="bwd_dkdv", top=1)[0].config
     assert first != chosen["bwd_dkdv"].config, "choose another problem: this test shows nothing"
     (told,) = tilegen.explain(problem, "h200", kernel="bwd_dkdv", by_model=True).values
-    assert (TileConfig(**told["config"]), told["choice"]) == (first, BY_MODEL)
+    assert TileConfig(**told["config"]) == first
+    assert told["tile"]["choice"]["value"] == BY_MODEL
     assert tilegen.show(problem, "h200", kernel="bwd_dkdv", by_model=True).config == first
     (told,) = tilegen.explain(problem, "h200", kernel="fwd", config="m64n32w4s2").values
-    assert told["choice"] == ""
+    assert "choice" not in told["tile"]
 
 
 def test_generate_returns_the_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

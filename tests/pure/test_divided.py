@@ -14,7 +14,9 @@ from tests.result_files import own_columns
 from tests.tasks import task, tiled
 from tilegen.choose.ranker import propose
 from tilegen.choose.search_space import MOST_LEFT, all_configs
-from tilegen.explaining.on_gpu import explain
+from tilegen.explaining.explained import explain
+from tilegen.explaining.facts import values_of
+from tilegen.explaining.tiles import tile_facts
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import TileConfig
 from tilegen.kernels.split_kv import FILLING, usual_tiles
@@ -104,12 +106,16 @@ def test_partial_results_take_a_bounded_room(text: str, least: int, most: int) -
 
 def test_an_explanation_says_that_keys_are_divided() -> None:
     problem = AttentionProblem.parse("b8 hq64 hkv8 q1 kv131072 d128 bf16 full page16")
-    assert explain(KernelTask.of("fwd_paged", problem, H200), SPLIT).splits == (
+
+    def splits(task: KernelTask) -> str:
+        return values_of(tile_facts(explain(task, SPLIT)))["splits"]["value"]
+
+    assert splits(KernelTask.of("fwd_paged", problem, H200)) == (
         "16 of at most 8192 keys, over which the keys of each request are divided, in tiles of 2 "
         "queries of 8 heads: 1024 programs that find keys to visit, for 132 SMs"
     )
     task = KernelTask.of("fwd_paged", replace(problem, invariant=True), H200)
-    alike = explain(task, SPLIT).splits
+    alike = splits(task)
     assert alike.startswith("16 of 8192 keys, in tiles of 2 queries of 8 heads: 1024 programs")
 
 

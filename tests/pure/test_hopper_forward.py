@@ -23,7 +23,7 @@ from tilegen.compiling.compiler import compile_for
 from tilegen.emit.render import render
 from tilegen.environment import settings
 from tilegen.errors import Unsupported, WrongResult
-from tilegen.explaining.explanation import explain_all
+from tilegen.explaining.explained import ExplainedPass
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import TileConfig
 from tilegen.kernels.registry import FORWARD
@@ -190,9 +190,8 @@ def test_a_check_holds_for_one_driver_and_triton(monkeypatch: pytest.MonkeyPatch
 
 
 def test_explain_names_the_reason() -> None:
-    (told,) = explain_all(LLAMA, H200, ("fwd",), by_model=True)
-    assert told.pass_ is not None
-    assert "TILEGEN_HOPPER=1" in told.pass_.left_out["hopper_forward"]
+    left_out = ExplainedPass("forward", LLAMA, H200).left_out
+    assert "TILEGEN_HOPPER=1" in left_out["hopper_forward"]
     (best, *_) = propose(task(KERNEL, LLAMA), top=1)
     assert best.config.consumers >= 2
 

@@ -19,7 +19,6 @@ from tilegen.bundles.manifest import MANIFEST, Manifest
 from tilegen.choose.families import kernels_of
 from tilegen.choose.ranker import estimate, propose, search_space
 from tilegen.cli.main import app
-from tilegen.explaining import explanation
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import TileConfig
 from tilegen.problem import AttentionProblem
@@ -132,10 +131,8 @@ def test_the_catalogue_tunes_no_key_that_no_call_looks_up() -> None:
 
 @pytest.mark.parametrize("command", [("propose",), ("explain", "--kernel", "fwd")])
 def test_commands_show_the_rewritten_mask(
-    command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    command: tuple[str, ...],
 ) -> None:
-    # Passes are not shown for one kernel, and to explain them takes seconds.
-    monkeypatch.setattr(explanation, "explain_pass", lambda *_: None)
     name, *options = command
     text = "hq2 q64 d16 bf16 dilated(4)&window(15,0)"
     line = PARSE(text).rewriting

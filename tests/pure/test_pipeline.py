@@ -21,8 +21,7 @@ from tilegen.choose import records
 from tilegen.choose.families import family
 from tilegen.choose.ranker import propose
 from tilegen.emit.identity import RenderedKernel
-from tilegen.explaining.explanation import explain_all
-from tilegen.explaining.gpu_records import PassExplanation
+from tilegen.explaining.explained import explain_all
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import FAMILIES, KERNELS
@@ -86,11 +85,10 @@ def test_an_explanation_is_about_the_family_that_calls_use() -> None:
     measured(LARGE, "fwd_streamed", 799.0)
     for by_model, expected in ((False, "q_streamed"), (True, "q_stationary")):
         kernel = FAMILIES["forward"][expected].names[0]
-        (told,) = explain_all(LARGE, H200, [kernel], by_model=by_model, alternatives=False)
-        assert isinstance(told.pass_, PassExplanation)
-        assert told.pass_.family == expected
-        assert told.pass_.kernels == (kernel,)
-        assert ("measured" in told.pass_.because) == (not by_model)
+        (told,) = explain_all(LARGE, H200, [kernel], by_model=by_model)
+        assert told.way.chosen == expected
+        assert [best.kernel for best in told.way.families[expected]] == [kernel]
+        assert ("measured" in told.way.because) == (not by_model)
 
 
 def test_a_kernel_is_shown_as_calls_launch_it_or_as_the_model_has_it() -> None:

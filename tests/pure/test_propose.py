@@ -9,15 +9,13 @@ from typing import Any
 
 import pytest
 
+import tilegen
 from tests.tasks import task, tiled
-from tilegen.choose.families import kernels_of
 from tilegen.choose.ranker import by_lower_bound, estimate, propose, search_space
 from tilegen.choose.search_space import all_configs
 from tilegen.cli.candidates import table
 from tilegen.disk import say_once
 from tilegen.errors import Unsupported
-from tilegen.explaining.explanation import explain_all
-from tilegen.explaining.text import lines_of_all
 from tilegen.gpus.spec import GpuSpec, catalogue, gpu
 from tilegen.kernels.config import BLOCK_SIZES, Kernel, TileConfig
 from tilegen.kernels.registry import LARGE_CACHE
@@ -96,9 +94,10 @@ def test_reasons_are_one_sentence_with_numbers(kernel: Kernel) -> None:
 @pytest.mark.parametrize("head_dim", [64, "1024/512"])
 def test_masks_that_keep_no_pair(head_dim: int | str) -> None:
     problem = PARSE(f"b2 hq4 hkv2 q1024 kv1024 d{head_dim} bf16 keep(k<0)")
-    told = explain_all(problem, gpu("h200"), kernels_of(problem, gpu("h200")), by_model=True)
-    assert all(item.bound.ratio is None or item.bound.ratio >= 1 for item in told)
-    assert "times the lower bound of the pass" in "\n".join(lines_of_all(told, with_passes=True))
+    explanation = tilegen.explain(problem, "h200", by_model=True)
+    bounds = [facts["bound"] for facts in explanation.values]
+    assert all(bound["ratio"]["value"] >= 1 for bound in bounds if "ratio" in bound)
+    assert "times the bound, by these tiles" in explanation.text("pass")
     for kernel, item in choose(problem, gpu("h200")).items():
         assert item.ranked.candidates[0].reason, kernel
 
@@ -107,10 +106,11 @@ def test_masks_that_keep_no_pair(head_dim: int | str) -> None:
 @pytest.mark.parametrize("kernel", ["fwd_scores", "bwd_scores"])
 def test_kernels_of_intermediates_have_no_bound_if_no_pair_is_kept(kernel: Kernel) -> None:
     problem, spec = PARSE("b2 hq4 hkv2 q1024 kv1024 d320 bf16 keep(k<0)"), gpu("h200")
-    (told,) = explain_all(problem, spec, (kernel,), by_model=True)
-    assert told.bound.bytes == 0
-    assert told.bound.ratio is None
-    assert lines_of_all((told,), with_passes=True)
+    explanation = tilegen.explain(problem, spec, kernel=kernel, by_model=True)
+    (told,) = explanation.values
+    assert told["bound"]["bound"]["value"] == 0
+    assert "ratio" not in told["bound"]
+    assert "the lower bound is 0" in explanation.text("all")
     header, row, *_ = table(propose(KernelTask.of(kernel, problem, spec))[:1])
     assert row[: header.index("x bound") + 7].endswith(" -")
 

@@ -19,8 +19,10 @@ from tilegen.choose.ranker import estimate, joining, propose
 from tilegen.choose.search_space import all_configs
 from tilegen.emit.render import render
 from tilegen.errors import Unsupported
-from tilegen.explaining.on_gpu import explain
-from tilegen.explaining.pass_choice import explain_pass
+from tilegen.explaining.costs import traffic_facts
+from tilegen.explaining.explained import ExplainedPass, explain
+from tilegen.explaining.facts import values_of
+from tilegen.explaining.tiles import tile_facts
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import TileConfig
 from tilegen.kernels.registry import BACKWARD, check_config, grid_of
@@ -123,9 +125,10 @@ def test_sums_are_of_the_splits_that_the_model_proposes() -> None:
         split = propose(KernelTask.of(f"{kernel}_split", problem, H200), top=1)[0].config
         assert joining(KernelTask.of(f"{kernel}_sum", problem, H200)).joined == split
         assert joining(KernelTask.of(kernel, problem, H200)).joined is None
-        told = explain(KernelTask.of(f"{kernel}_sum", problem, H200)).traffic
+        of = explain(KernelTask.of(f"{kernel}_sum", problem, H200))
+        values = values_of(traffic_facts(of))["with"]["value"]
         count = splits_of(tiled(f"{kernel}_split", problem, split)).count
-        assert told.values["n_s"] == count > 1
+        assert values["n_s"] == count > 1
 
 
 def test_fewer_splits_a_step_take_longer() -> None:
@@ -173,13 +176,16 @@ def test_configs_of_other_kernels_are_refused(key: str, kernel: str, error: str)
 
 
 def test_an_explanation_says_how_it_is_split() -> None:
-    told = explain(KernelTask.of("bwd_dkdv_split", CROSS, H200), TileConfig.parse("m64n64k512w4s2"))
-    assert told.splits == (
+    def splits(kernel: str, problem: AttentionProblem, config: str) -> str:
+        of = explain(KernelTask.of(kernel, problem, H200), TileConfig.parse(config))
+        return values_of(tile_facts(of))["splits"]["value"]
+
+    assert splits("bwd_dkdv_split", CROSS, "m64n64k512w4s2") == (
         "8 of 512 queries, for tiles of 64 keys: 256 programs that find queries to visit, "
         "for 132 SMs"
     )
-    told = explain(KernelTask.of("bwd_dq_split", SUFFIX, H200), TileConfig.parse("m64n64k8192w4s2"))
-    assert told.splits.startswith("16 of 8192 keys, in tiles of 64 queries of 1 head: 512 ")
+    of_rows = splits("bwd_dq_split", SUFFIX, "m64n64k8192w4s2")
+    assert of_rows.startswith("16 of 8192 keys, in tiles of 64 queries of 1 head: 512 ")
 
 
 RENDERED = {
@@ -203,5 +209,5 @@ def test_a_split_that_wins_little_is_not_taken() -> None:
     ranked = dict(ranked_families(problem, H200, "backward"))
     assert ranked["split_dkdv"] < ranked["two_pass"] < WORTH_SPLITTING * ranked["split_dkdv"]
     assert family(problem, H200, "backward") == "two_pass"
-    told = explain_pass(problem, H200, "backward")
-    assert "split_dkdv is predicted to be faster, which counts from 1.1 times on" in str(told)
+    because = ExplainedPass("backward", problem, H200).because
+    assert "split_dkdv is predicted to be faster, which counts from 1.1 times on" in because

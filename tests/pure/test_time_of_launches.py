@@ -10,21 +10,21 @@ import pytest
 from tests.tasks import tiled
 from tilegen.choose.ranker import estimate, propose
 from tilegen.gpus.nearest import nearest
-from tilegen.gpus.spec import catalogue, gpu
+from tilegen.gpus.spec import GpuSpec, catalogue, gpu
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.model.dram import dram_bytes
 from tilegen.model.estimate import CostEstimate
 from tilegen.model.footprint import footprint
+from tilegen.model.formulas import computed
 from tilegen.model.on_chip import residents
 from tilegen.model.rates import rates_of
+from tilegen.model.terms import MEMORY
 from tilegen.model.time import (
-    dram_seconds,
-    l2_seconds,
+    facts_of,
     launch_seconds,
     step_clocks,
     time,
 )
-from tilegen.model.traffic import Traffic
 from tilegen.model.visits import visits
 from tilegen.problem import AttentionProblem
 from tilegen.task import KernelTask, Tiled
@@ -228,6 +228,12 @@ def test_a_better_gpu_is_never_slower(kernel: Kernel, field: str) -> None:
             assert estimate(Tiled.of(kernel, problem, better, config(text))).seconds <= before
 
 
+def seconds_of(spec: GpuSpec, **facts: float) -> dict[str, float]:
+    """Return the seconds in which bytes move, in launches of so many programs."""
+    facts = {"moved_bytes": 0, "per_launch": 1, "dram_bytes": 0} | facts
+    return computed(MEMORY, facts_of(spec) | facts)
+
+
 def test_data_of_other_kernels_leaves_l2_once() -> None:
     """Until as much has come from DRAM as L2 holds, 0.45 of it goes back besides."""
     spec, rates = gpu("h200"), rates_of("sm_90")
@@ -238,7 +244,8 @@ def test_data_of_other_kernels_leaves_l2_once() -> None:
         (spec.l2_bytes // 2, 1.45 * (spec.l2_bytes // 2)),
         (10 * spec.l2_bytes, 10.45 * spec.l2_bytes),
     ):
-        assert dram_seconds(spec, moved) == pytest.approx(ends + in_all / bandwidth)
+        seconds = seconds_of(spec, dram_bytes=moved)["dram"]
+        assert seconds == pytest.approx(ends + in_all / bandwidth)
 
 
 def test_launches_that_follow_take_less() -> None:
@@ -252,10 +259,12 @@ def test_launches_that_follow_take_less() -> None:
 
 def test_idle_sms_draw_nothing_from_l2() -> None:
     spec = gpu("h200")
-    moved = Traffic(read_bytes=10**9, write_bytes=0)
-    half, all_sms, more = (l2_seconds(spec, moved, spec.num_sms * part) for part in (0.5, 1, 7))
+    half, all_sms, more = (
+        seconds_of(spec, moved_bytes=1e9, per_launch=spec.num_sms * part)["l2"]
+        for part in (0.5, 1, 7)
+    )
     assert half == pytest.approx(2 * all_sms)
-    assert all_sms == more == l2_seconds(spec, moved)
+    assert all_sms == more
 
 
 def test_joining_reads_from_l2_what_the_splits_left_there() -> None:

@@ -23,8 +23,8 @@ from tilegen.choose.ranker import propose, search_space
 from tilegen.emit.launch import launch_of
 from tilegen.emit.render import render
 from tilegen.errors import Unsupported
-from tilegen.explaining.explanation import explain_all
-from tilegen.explaining.text import lines_of_all
+from tilegen.explaining.explained import explain_all
+from tilegen.explaining.explanation import Explanation
 from tilegen.kernels.config import TileConfig
 from tilegen.kernels.registry import KERNELS
 from tilegen.launch.launcher import launch_by
@@ -80,10 +80,10 @@ def test_its_traffic_and_its_choice_are_explained() -> None:
     assert two.write_bytes == left.write_bytes
     assert left.read_bytes < two.read_bytes < 2 * left.read_bytes + rows
     with registered(alone=True):
-        (told,) = explain_all(PROBLEM, H200, [NAME], by_model=True)
-    text = "\n".join(lines_of_all([told], with_passes=True))
+        told = explain_all(PROBLEM, H200, [NAME], by_model=True)
+        text = Explanation(problem=PROBLEM, gpu=H200, explained=told, with_passes=True).text("all")
     assert NAME in text
-    assert "2*H_kv*V_kv*d_qk" in text.replace(" ", "") or "2*V_kv" in text.replace(" ", "")
+    assert "2*H_kv*V_kv*d_qk" in text
 
 
 def test_it_is_tuned_from_a_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,11 +8,7 @@ import pytest
 import sympy as sp
 
 from tilegen.gpus.spec import catalogue, gpu
-from tilegen.model.bounds import (
-    Direction,
-    large_cache_complexity,
-    small_cache_complexity,
-)
+from tilegen.kernels.spec import Direction
 from tilegen.model.symbols import (
     Z_A,
     Z_AX,
@@ -43,6 +39,8 @@ from tilegen.theory.regimes import (
     device_regimes,
     dividing_bytes,
     dividing_memory,
+    large_cache_complexity,
+    small_cache_complexity,
     worst_case_over_instances,
 )
 from tilegen.theory.schedules import SCHEDULES

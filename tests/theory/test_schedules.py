@@ -18,7 +18,7 @@ from tests.forward_simulations import FORWARD
 from tests.slow_memory import WORK, Key, Shape, SlowMemory, reference, spans
 from tilegen.kernels.config import Kernel
 from tilegen.model import symbols
-from tilegen.model.bounds import lower_bound, partition_bound, product_bound
+from tilegen.model.bounds import bounds_of, partition_bound, product_bound
 from tilegen.model.symbols import UNMASKED, V_kv, V_q
 from tilegen.model.traffic import terms_of
 from tilegen.theory.schedules import PACKED_UNMASKED, SCHEDULES, Schedule, packed
@@ -287,7 +287,9 @@ def long_sequences(head_dim: int) -> dict[sp.Symbol, int]:
 @cache
 def least_words(is_forward: bool, head_dim: int) -> Callable[[int], float]:
     """Return the lower bound as a function of M."""
-    bound = lower_bound("fwd") if is_forward else partition_bound()
+    bound = partition_bound()
+    if is_forward:  # in words of four bytes, as all are in fp32
+        bound = sp.Max(*(one.subs(symbols.e, 4) / 4 for one in bounds_of("fwd").values()))
     largest = sp.Max(bound, product_bound()).subs(long_sequences(head_dim))
     return sp.lambdify(symbols.M, largest, "math")
 

@@ -48,6 +48,7 @@ from tilegen.model.resources import Resources
 from tilegen.pipeline import best_acceptable, choose, joined_to, rank
 from tilegen.problem import AttentionProblem
 from tilegen.task import KernelTask, Tiled
+from tilegen.version import __version__
 
 if TYPE_CHECKING:
     from tilegen.gpus.spec import GpuSpec
@@ -325,8 +326,6 @@ def _versions(devices: Sequence[GpuSpec | Processor]) -> dict[str, str]:
     """Return the versions of all that determines a bundle's bytes. Raises Unsupported without a
     linker for a processor."""
     import triton
-
-    from tilegen.version import __version__
 
     def release(tool: str) -> str:
         output = subprocess.run(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import torch
+
 from tilegen.bundles.manifest import Manifest
 from tilegen.bundles.on_cpu import check_files
 from tilegen.cpu.processors import PROCESSORS, missing, runs_here
@@ -53,7 +55,6 @@ def _why_not(archs: list[str]) -> str:
 def _runs_on_gpus(path: Path, archs: list[str], *, others: bool) -> bool:
     """Check whether a GPU of this machine runs binaries for `archs`. Raises Unsupported unless the
     bundle has binaries for `others`."""
-    import torch
 
     from tilegen.bundles.driver import driver
     from tilegen.gpus.spec import detect

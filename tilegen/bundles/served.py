@@ -17,11 +17,12 @@ from tilegen.bundles.devices import check_devices, runs_on
 from tilegen.bundles.expected import why_not_ours
 from tilegen.bundles.folder import MAX_MANIFEST, damage, read, sha256_of
 from tilegen.bundles.manifest import MANIFEST, Binary, Manifest, Served
-from tilegen.bundles.on_cpu import read_whole
+from tilegen.bundles.on_cpu import opened, read_whole, starting
 from tilegen.cpu.processors import PROCESSORS, runs_here
 from tilegen.disk import log
 from tilegen.emit.identity import representative
 from tilegen.emit.launch import launch_of
+from tilegen.emit.render import render
 from tilegen.errors import InvalidRecord, Unsupported
 from tilegen.store.files import read_bytes, text_of
 
@@ -123,7 +124,6 @@ class Bundle:
         """Return the kernels of a pass, ready to be launched on a device; None if the bundle has
         none. Without a `gpu` they are for this machine's processor."""
         from tilegen.bundles.launching import Packed
-        from tilegen.bundles.on_cpu import starting
         from tilegen.launch.binding import BoundKernel
         from tilegen.launch.launcher import launch_by
 
@@ -154,7 +154,6 @@ class Bundle:
     def on_cpu(self, binary: Binary, problem: AttentionProblem) -> CpuFunction:
         """Return a binary as a function of this machine's processor, opened at first use. Raises
         Unsupported."""
-        from tilegen.bundles.on_cpu import opened
 
         with self._lock:
             if binary.file not in self._on_cpu:
@@ -169,7 +168,6 @@ class Bundle:
             if hashlib.sha256(text.encode()).hexdigest() != binary.launch_sha256:
                 raise Unsupported(damage(self.path, [binary.source]))
             return text
-        from tilegen.emit.render import render  # loads Jinja
 
         aligned = binary.stride_unit > 1
         rendered = render(problem, binary.config, binary.kernel, aligned=aligned)

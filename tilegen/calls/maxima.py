@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tilegen.launch.changes import Changes
+from tilegen.masks.language.evaluation import evaluate
 
 PAIRS = 2**24
 """Rough number of scores held at once."""
@@ -41,8 +42,6 @@ def _panel(scores: torch.Tensor, first: int, seqlen_q: int, changes: Changes) ->
     )
     q = q + first
     if changes.score is not None:
-        from tilegen.masks.language.evaluation import evaluate
-
         captured = [tensor.to(scores.device) for tensor in changes.captured]
         scores = evaluate(
             changes.score.expression(),

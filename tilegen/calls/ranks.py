@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from tilegen import pipeline
 from tilegen.choose.records import remember
 from tilegen.errors import TilegenError, Unsupported
 from tilegen.kernels.config import TileConfig
@@ -66,8 +67,6 @@ def _choices(buckets: Sequence[AttentionProblem], spec: GpuSpec) -> str:
     If a choice fails, returns the error's text instead of raising, so that no rank waits forever.
     """
     import torch
-
-    from tilegen import pipeline
 
     has_gpu = torch.cuda.is_available()
     try:

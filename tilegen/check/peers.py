@@ -12,8 +12,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
 from tilegen.errors import Unsupported
 from tilegen.masks.form import Shape
+from tilegen.masks.language.evaluation import evaluate
 from tilegen.masks.mask import Mask
 from tilegen.masks.tensors import tensors_of
 from tilegen.masks.tiles.tile_ranges import counted_over
@@ -34,8 +40,6 @@ def sdpa(
     problem: AttentionProblem, device: str, *, backend: str | None = None
 ) -> AttentionFunction:
     """Return SDPA for a problem; `backend` names the torch.nn.attention.SDPBackend to use."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.nn.functional import scaled_dot_product_attention
 
     _refuse_score(problem, "SDPA")
     if backend == "MATH":
@@ -111,7 +115,6 @@ def _refuse_large_scores(problem: AttentionProblem) -> None:
 
 def flex(problem: AttentionProblem, device: str, *, mode: str = "default") -> AttentionFunction:
     """Return compiled FlexAttention for a problem, with the mask as a BlockMask."""
-    import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     _refuse_score(problem, "FlexAttention")
@@ -135,10 +138,6 @@ def flex(problem: AttentionProblem, device: str, *, mode: str = "default") -> At
 def _mask_mod(mask: Mask, shape: Shape, device: str) -> Callable[..., Tensor]:
     """Return a mask as FlexAttention has it: a function of b, h, q and k that calls PyTorch
     alone."""
-    import torch
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    from tilegen.masks.language.evaluation import evaluate
 
     keep, tables = mask.predicate(), tensors_of(mask, shape, torch.device(device))
     seqlen_q, seqlen_kv = shape.seqlen_q, shape.seqlen_kv

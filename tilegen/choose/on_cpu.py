@@ -17,7 +17,14 @@ from tilegen.kernels.config import TileConfig
 from tilegen.kernels.registry import check_config
 from tilegen.kernels.spec import Direction, FamilySpec
 from tilegen.model.columns import Number, floats, tiles_of
-from tilegen.model.cpu_time import LAUNCH_SECONDS, TERMS, idle_factor, seconds_of, weighted
+from tilegen.model.cpu_time import (
+    LAUNCH_SECONDS,
+    TERMS,
+    idle_factor,
+    seconds_of,
+    stopped,
+    weighted,
+)
 from tilegen.model.estimate import Candidate, CostEstimate
 from tilegen.model.launches import launches
 from tilegen.model.traffic import traffic
@@ -139,7 +146,7 @@ def estimate(tiled: Tiled) -> CostEstimate:
         lower_bound_bytes=lower_bound_bytes(tiled.task),
         smem_bytes=0,
         registers=0,
-        flops=int(2 * tiled.step.multiply_adds * run.steps),
+        flops=int(2 * tiled.step.multiply_adds * float(run.steps - stopped(tiled) * run.partial)),
         seconds=seconds,
         limit=max(terms, key=terms.__getitem__),
         terms=tuple(terms.items()),

@@ -9,7 +9,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from tilegen import cpu, pipeline
+from tilegen.check.peers import flex, sdpa
 from tilegen.check.sizes import checkable
 from tilegen.check.verification import Check, require, verify
 from tilegen.choose.families import passes_of
@@ -206,7 +209,6 @@ class Demo:
         return times
 
     def _peers(self, problem: AttentionProblem, place: str) -> dict[str, AttentionFunction]:
-        from tilegen.check.peers import flex, sdpa
 
         # The first call of FlexAttention on a processor takes half a minute.
         made: dict[str, AttentionFunction] = {}
@@ -236,7 +238,6 @@ class Demo:
 def _title(device: Device) -> str:
     if isinstance(device, GpuSpec):
         return device.title
-    import torch
 
     from tilegen.cpu.target import host, processor
 

@@ -7,7 +7,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from tilegen import resources
+from tilegen import cpu, resources
 from tilegen.environment import current
 from tilegen.errors import TilegenError
 from tilegen.gpus.spec import detect
@@ -65,7 +65,6 @@ def examine() -> list[Finding]:
 
 def _cpu_compiler() -> str:
     """Return the processor that kernels are compiled for, or the reason why none are."""
-    from tilegen import cpu
 
     if reason := cpu.why_not_compiled():
         return reason
@@ -78,7 +77,6 @@ def _cpu_compiler() -> str:
 
 def _processor() -> list[Finding]:
     """Describe the processor: catalogue key, caches, memory, and rates measured here."""
-    from tilegen import cpu
     from tilegen.cpus import host
 
     findings = [Finding("cores", str(host.cores()))]
@@ -108,7 +106,6 @@ def _processor() -> list[Finding]:
 
 def _cpu_calls() -> str:
     """Describe how calls on CPU tensors are computed."""
-    from tilegen import cpu
 
     try:
         reason = cpu.why_not()

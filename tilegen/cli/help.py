@@ -11,8 +11,14 @@ from typing import Annotated, Any, cast
 import typer
 
 from tilegen.cli.options import Json, console, print_json, print_wrapped
+from tilegen.environment import Settings
 from tilegen.errors import Unsupported, Word, did_you_mean
+from tilegen.gpus.spec import catalogue
+from tilegen.kernels.config import OPTIONS, TileConfig
+from tilegen.kernels.registry import KERNELS
+from tilegen.masks.notation import MASKS
 from tilegen.parsing import parse_module
+from tilegen.problem import WORDS
 
 TOPICS = ("notation", "masks", "gpus", "kernels", "settings")
 
@@ -49,33 +55,22 @@ def help_(
 
 def _words(topic: str) -> Iterator[Word]:
     if topic == "notation":
-        from tilegen.kernels.config import OPTIONS, TileConfig
-        from tilegen.problem import WORDS
-
         yield from WORDS
         yield Word("TILE", "the knobs below, written together", "m128n64w8s3t")
         for name, meaning in _documented(TileConfig).items():
             option = OPTIONS[name]
             yield Word(option.letter if option.is_flag else f"{option.letter}N", meaning, "")
     elif topic == "masks":
-        from tilegen.masks.notation import MASKS
-
         yield from MASKS
         yield Word("A & B, A | B, ~A", "pairs in both, in one, not in it", "causal&~window(9,0)")
     elif topic == "gpus":
-        from tilegen.gpus.spec import catalogue
-
         for spec in catalogue():
             yield Word(spec.name, f"{spec.title}, {spec.arch}", "")
         yield Word("FILE.toml", "another GPU, with the fields of tilegen.gpus.spec.GpuSpec", "")
     elif topic == "kernels":
-        from tilegen.kernels.registry import KERNELS
-
         for kernel in KERNELS.values():
             yield Word(kernel.name, kernel.title, "")
     else:
-        from tilegen.environment import Settings
-
         for meaning in _documented(Settings).values():
             variable, _, rest = meaning.partition(": ")
             yield Word(variable, rest, "")

@@ -47,6 +47,7 @@ from tilegen.cli.warm import warm
 from tilegen.devices import device_of
 from tilegen.disk import log, printable
 from tilegen.errors import InvalidProblem, TilegenError, Unsupported
+from tilegen.version import __version__
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -123,8 +124,6 @@ def _run(codes: list[int]) -> None:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from tilegen.version import __version__
-
         console.print(f"tilegen {__version__}")
         raise typer.Exit
 
@@ -220,13 +219,13 @@ def explain(
     Example: tilegen explain "b4 hq32 hkv8 q4096 d128 bf16 causal" --gpu a100 --kernel fwd
     """
     if static:
-        read = api.machine_code(problem[0], gpu, kernel, config, fast_memory)
+        read = api.read_code(problem[0], gpu, kernel=kernel, config=config, fast_memory=fast_memory)
         if json_:
-            print_json([code.values for code in read])
+            print_json(read)
             return
-        from tilegen.explaining.machine_code import static_lines
+        from tilegen.explaining.machine_code import lines_of_code
 
-        console.print("\n\n".join("\n".join(static_lines(facts)) for facts in read))
+        console.print("\n\n".join("\n".join(lines_of_code(code)) for code in read))
         return
     with working("choosing and compiling"):
         explanation = api.explain(

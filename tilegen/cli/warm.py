@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from tilegen.cli.options import Json, console, print_json
+from tilegen.errors import Unsupported
 from tilegen.units import seconds_text
 
 
@@ -27,7 +28,6 @@ def warm(
     Example: tilegen warm "hq32 hkv8 q1 kv8192 d128 bf16 causal(bottom_right)" --lengths 1..8192
     """
     from tilegen.calls.warm import warm as compile_ahead
-    from tilegen.errors import Unsupported
 
     started = time.perf_counter()
     buckets = compile_ahead(problem or [], lengths, catalog=catalog, backward=backward)

@@ -21,6 +21,7 @@ from tilegen.emit.kernel_files import load
 from tilegen.errors import BuildFailed, Unsupported
 from tilegen.kernels.config import launched_warps, threads_of
 from tilegen.kernels.descriptors import ARCHITECTURES
+from tilegen.kernels.registry import KERNELS
 from tilegen.model.resources import Resources
 from tilegen.parsing import collection_paused
 
@@ -79,7 +80,6 @@ class CompiledKernel:
     def _step_code(self) -> StepCode | None:
         if self.arch.startswith("gfx"):
             return None
-        from tilegen.kernels.registry import KERNELS
         from tilegen.model.footprint import executed
 
         rendered = self.rendered
@@ -113,7 +113,6 @@ def compile_for(rendered: RenderedKernel, arch: str, *, line_info: bool = True) 
         return _shared_object(rendered, arch)
     import triton
 
-    from tilegen.kernels.registry import KERNELS
     from tilegen.private_triton import ASTSource, gluon_source, in_gluon, knobs
 
     spec, specialised = KERNELS.get(rendered.kernel), rendered.specialised

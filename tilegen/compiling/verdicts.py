@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tilegen.disk import log
 from tilegen.emit.identity import kernel_digest
 from tilegen.emit.kernel_files import folder_of, write_beside
+from tilegen.emit.render import render
 from tilegen.errors import BuildFailed, InvalidRecord, Unsupported
 from tilegen.model.resources import NUMBERS, Resources, StepCode
 from tilegen.store.fields import Fields, parse_json
@@ -34,7 +35,6 @@ def verdict(tiled: Tiled, *, aligned: bool) -> Resources | BuildFailed:
     Raises Unsupported if nothing can be compiled."""
     if (known := remembered(tiled, aligned=aligned)) is not None:
         return known
-    from tilegen.emit.render import render  # imports Jinja
 
     rendered = render(tiled.problem, tiled.config, tiled.spec.name, aligned=aligned)
     result, is_lasting = _compiled(rendered, tiled.device.arch)

@@ -13,6 +13,7 @@ from tilegen.cpu.access import ZEROS_TEXT, Access
 from tilegen.cpu.arithmetic import compute
 from tilegen.cpu.constants import float_of
 from tilegen.cpu.control import ControlFlow
+from tilegen.cpu.edges import ranges_of
 from tilegen.cpu.following import following
 from tilegen.cpu.in_place import product_in_memory
 from tilegen.cpu.ir import FLOATS, MEMORY, REGISTER, bits
@@ -81,6 +82,8 @@ class _Lowering(ControlFlow):
         self.stored_args = pointers.stored
         self.in_memory: set[Value] = set()
         """Products that are added to memory, so that the following store does nothing."""
+        self.written: set[Op] = set()
+        """Operations of masks, written before their turn."""
         if aliases:
             self.stored_args.add(None)
         else:
@@ -118,7 +121,13 @@ class _Lowering(ControlFlow):
 
     def ops(self, block: Block) -> None:
         for op in block.ops:
-            self.op(op)
+            if op not in self.written:
+                self.op(op)
+
+    def _early(self, op: Op) -> None:
+        """Write an operation before its turn."""
+        self.op(op)
+        self.written.add(op)
 
     def op(self, op: Op) -> None:
         handler = getattr(self, "_op_" + op.name.replace(".", "_"), None)
@@ -329,12 +338,14 @@ class _Lowering(ControlFlow):
         if len(op.result.type.shape) != 2 or op.result.type.elem != "f32":
             raise op.refused(f"a product of type {op.result.type}")
         operands = (left, self.env[left]), (right, self.env[right])
+        reads = self._pointers.is_read_only
+        ranges = ranges_of(op, self.env, self.code, self._early, reads)
         if op.result in self.in_memory:
             address: Address = self.env[start].address
-            self.env[op.result] = self.products.add_to_memory(*operands, address)
+            self.env[op.result] = self.products.add_to_memory(*operands, address, ranges)
             return
         into, init, scale = self._start(op, start)
-        self.products.product(*operands, into, init, scale)
+        self.products.product(*operands, into, init, scale, ranges=ranges)
         self.env[op.result] = into
 
     def _start(self, op: Op, value: Value) -> tuple[Buffer, Init, str]:

@@ -28,6 +28,11 @@ class Pointers:
             pointer = pointer.op.operands[0]
         return self._places[pointer]
 
+    def is_read_only(self, op: Op) -> bool:
+        """Check whether an operation is a load from an argument that the kernel never writes."""
+        arg = self.argument(op.operands[0]) if op.name == "tt.load" else None
+        return arg is not None and not {arg, None} & self.stored
+
     def is_looked_up(self, value: Value) -> bool:
         """Check whether a value depends on one that was loaded, or that a loop carries."""
         seen: set[Value] = set()

@@ -15,6 +15,7 @@ from typing import Literal
 
 from tilegen.cpu import amx
 from tilegen.cpu.conversions import to_memory
+from tilegen.cpu.edges import Kept, Ranges
 from tilegen.cpu.ir import Code, Index, typed
 from tilegen.cpu.loops import Loops
 from tilegen.cpu.mlir import Value
@@ -157,11 +158,12 @@ class Products:
         init: Init,
         scale: str = "null",
         stride: int = 0,
+        ranges: Ranges | None = None,
     ) -> None:
         """Write `into = init + left @ right`.
 
         `scale` points to a factor for each row of `into`. Rows of `into` are `stride` elements
-        apart, or dense if it is 0.
+        apart, or dense if it is 0. Columns or steps outside of `ranges` may be left out.
         """
         (m, depth), n = left[1].shape, right[1].shape[1]
         pairs = self.pairs(left[1].elem, depth)
@@ -181,20 +183,28 @@ class Products:
         self.loops.flush()
         steps = depth // 2 if pairs else depth
         stride = stride or n
-        key = ("product", m, n, steps, a.row, a.column, init, pairs, stride)
+        kept = ranges.kept if ranges else None
+        key = ("product", m, n, steps, a.row, a.column, init, pairs, stride, kept)
         name, new = self.code.module.shared(key, "product")
         if new:
-            kernel = _Microkernels(Code(self.code.module), m, n, steps, a, init, pairs, stride)
+            code = Code(self.code.module)
+            kernel = _Microkernels(code, m, n, steps, a, init, pairs, stride, kept)
             self.code.module.functions[name] = kernel.text(name, self._panel_width(n))
-        self.code.do(f"call void {name}(ptr {a.pointer}, ptr {b}, ptr {into.pointer}, ptr {scale})")
+        ends = [ranges.first, ranges.end] if ranges else ["null", "null"]
+        arguments = (a.pointer, b, into.pointer, scale, *ends)
+        self.code.do(f"call void {name}({', '.join(f'ptr {place}' for place in arguments)})")
 
     def add_to_memory(
-        self, left: tuple[Value, Node], right: tuple[Value, Node], address: Address
+        self,
+        left: tuple[Value, Node],
+        right: tuple[Value, Node],
+        address: Address,
+        ranges: Ranges | None,
     ) -> Buffer:
         """Write `memory += left @ right`, for dense rows; return the tile in memory as a buffer."""
         place = address.place(self.code, (0, 0), None)
         into = Buffer("f32", address.shape, place)
-        self.product(left, right, into, "load", stride=address.step(0) or 0)
+        self.product(left, right, into, "load", stride=address.step(0) or 0, ranges=ranges)
         return into
 
 
@@ -211,6 +221,7 @@ class _Microkernels:
     pairs: bool
     stride: int
     """Distance between rows of the result [elements]."""
+    kept: Kept | None
 
     def text(self, name: str, width: int) -> str:
         code, target = self.code, self.code.target
@@ -229,23 +240,58 @@ class _Microkernels:
                 end = first + rows * count
                 if count == 1:
                     with code.own_memo():
-                        self._block(rows, vectors, lanes, first, column, panel)
+                        self._blocks(rows, vectors, lanes, first, column, panel)
                 else:
                     with code.loop(first, end, rows) as row:
-                        self._block(rows, vectors, lanes, row, column, panel)
+                        self._blocks(rows, vectors, lanes, row, column, panel)
                 first = end
         return self._function(name)
 
     def _function(self, name: str) -> str:
         code = self.code
         code.do("ret void")
-        arguments = ", ".join(f"ptr noalias %{name}" for name in ("a", "b", "c", "scale"))
+        names = ("a", "b", "c", "scale", "first", "end")
+        arguments = ", ".join(f"ptr noalias %{name}" for name in names)
         return f"define internal void {name}({arguments}) noinline #0 {{\n{code.body()}\n}}"
 
-    def _block(
+    def _blocks(
         self, rows: int, vectors: int, lanes: int, row: Index, column: Index, panel: str
     ) -> None:
-        """Compute a block of rows x vectors of the result."""
+        """Compute a block of rows x vectors of the result: its halves if one is not read and half
+        the accumulators still keep the multipliers busy."""
+        code, width = self.code, vectors * lanes
+        if self.kept != "columns" or vectors < 4:
+            self._block(rows, vectors, lanes, row, column, panel, width)
+            return
+        halves = [(code.plus(column, at), code.gep("float", panel, at)) for at in (0, width // 2)]
+        ends = [self._range(rows, width // 2, row, half, 1)[1] for half, _ in halves]
+        tests = [code.emit(f"icmp ne i64 {end}, 0") for end in ends]
+        whole, parts, done = code.labels("whole", "halves", "done")
+        both = code.emit(f"and i1 {tests[0]}, {tests[1]}")
+        code.do(f"br i1 {both}, label %{whole}, label %{parts}")
+        code.label(whole)
+        with code.own_memo():
+            self._block(rows, vectors, lanes, row, column, panel, width)
+        code.do(f"br label %{done}")
+        code.label(parts)
+        for half, place in halves:
+            with code.own_memo():
+                self._block(rows, vectors // 2, lanes, row, half, place, width)
+        code.do(f"br label %{done}")
+        code.label(done)
+
+    def _block(
+        self,
+        rows: int,
+        vectors: int,
+        lanes: int,
+        row: Index,
+        column: Index,
+        panel: str,
+        width: int,
+    ) -> None:
+        """Compute a block of rows x vectors of the result. Rows of the panel are `width` elements
+        apart."""
         code = self.code
         lane = (0, lanes) if lanes > 1 else None
         vector = typed("float", lane)
@@ -270,13 +316,14 @@ class _Microkernels:
             code.do(f"store {vector} {start}, ptr {slot}")
         left = code.gep("float", "%a", code.times(row, self.left.row))
         unrolled = min(code.target.unroll, self.steps)
-        with code.loop(0, self.steps, unrolled) as step:
+        first, end = self._range(rows, vectors * lanes, row, column, unrolled)
+        with code.loop(first, end, unrolled) as step:
             at_left = code.gep("float", left, code.times(step, self.left.column))
-            at_right = code.gep("float", panel, code.times(step, vectors * lanes))
+            at_right = code.gep("float", panel, code.times(step, width))
             for u in range(unrolled):
                 rights: list[str] = []
                 for v in range(vectors):
-                    at = code.gep("float", at_right, (u * vectors + v) * lanes)
+                    at = code.gep("float", at_right, u * width + v * lanes)
                     rights.append(code.emit(f"load {vector}, ptr {at}, align 4"))
                 for r in range(rows):
                     at = code.gep("float", at_left, r * self.left.row + u * self.left.column)
@@ -289,6 +336,36 @@ class _Microkernels:
         for place, slot in sums.items():
             value = code.emit(f"load {vector}, ptr {slot}")
             code.do(f"store {vector} {value}, ptr {places[place]}, align 4")
+
+    def _range(
+        self, rows: int, width: int, row: Index, column: Index, unrolled: int
+    ) -> tuple[Index, Index]:
+        """Return the first step of a block's sums and their end, multiples of `unrolled`."""
+        if not self.kept:
+            return 0, self.steps
+        code = self.code
+        first, end = (
+            self._extreme(pointer, order, rows, row)
+            for pointer, order in (("%first", "smin"), ("%end", "smax"))
+        )
+        if self.kept == "columns":  # all steps, or none if the block has no column in the range
+            before = code.emit(f"icmp slt i64 {column}, {end}")
+            after = code.emit(f"icmp sgt i64 {code.plus(column, width)}, {first}")
+            both = code.emit(f"and i1 {before}, {after}")
+            return 0, code.select(both, str(self.steps), "0", "i64", None)
+        size = unrolled * (2 if self.pairs else 1)
+        first = code.emit(f"sdiv i64 {first}, {size}")
+        end = code.emit(f"sdiv i64 {code.plus(end, size - 1)}, {size}")
+        return code.times(first, unrolled), code.times(end, unrolled)
+
+    def _extreme(self, pointer: str, order: str, rows: int, row: Index) -> str:
+        """Return the least or the largest end of a block's ranges."""
+        code = self.code
+        ends = [code.gep("i32", pointer, code.plus(row, r)) for r in range(rows)]
+        value, *others = [code.emit(f"load i32, ptr {end}, align 4") for end in ends]
+        for other in others:
+            value = code.intrinsic(order, "i32", None, value, other)
+        return code.emit(f"sext i32 {value} to i64")
 
 
 def row_blocks(rows: int, most: int) -> list[tuple[int, int]]:

@@ -1,71 +1,133 @@
-"""Explain the kernels of a problem on a device, with the choice of their passes and their measured
-times. summary.py and text.py format the records, plot.py draws them."""
+"""An explanation of the kernels of a problem, with its printers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
 
-from tilegen.choose.choice import Choice
-from tilegen.choose.families import families_used
-from tilegen.choose.records import Records
 from tilegen.device import Device
-from tilegen.explaining import on_cpu, on_gpu
-from tilegen.explaining.alternatives import Explained, with_alternatives
-from tilegen.explaining.common import measured_by
-from tilegen.explaining.cpu_records import CpuPassExplanation
-from tilegen.explaining.gpu_records import PassExplanation
-from tilegen.explaining.pass_choice import explain_pass
+from tilegen.errors import Unsupported
+from tilegen.explaining.costs import bound_facts, time_facts, traffic_facts
+from tilegen.explaining.explained import ExplainedKernel
+from tilegen.explaining.facts import Fact, latex_of, lines_of, values_of
+from tilegen.explaining.passes import pass_facts
+from tilegen.explaining.summary import summaries
+from tilegen.explaining.tiles import (
+    mask_facts,
+    measured_facts,
+    next_facts,
+    other_facts,
+    tile_facts,
+)
 from tilegen.gpus.spec import GpuSpec
-from tilegen.kernels.config import Kernel, TileConfig
-from tilegen.kernels.spec import Direction, FamilySpec
-from tilegen.pipeline import choose_kernel, joined_to
 from tilegen.problem import AttentionProblem
-from tilegen.task import KernelTask
+
+Facts = Callable[[ExplainedKernel], Iterable[Fact]]
+SECTIONS: Mapping[str, tuple[str, Facts]] = {
+    "pass": ("kernels that can compute the pass", lambda of: pass_facts(of.way)),
+    "tile": ("the tile, the source of the choice, and the reason", tile_facts),
+    "mask": ("tiles that the mask leaves", mask_facts),
+    "traffic": ("bytes that the tiles move", traffic_facts),
+    "bound": ("bytes that any schedule moves", bound_facts),
+    "time": ("parts of the predicted time", time_facts),
+    "next": ("next best tiles, and in what they differ", next_facts),
+    "others": ("with other fast memory, on another processor, or under another mask", other_facts),
+    "measured": ("times in the records of this device", measured_facts),
+}
+"""The sections of an explanation in their order, with titles and facts."""
+FORMULAS = ("pass", "traffic", "bound", "time")
+"""Sections with formulas."""
+ALL = "all"
+"""Name for all sections."""
 
 
-def explain_all(
-    problem: AttentionProblem,
-    device: Device,
-    kernels: Sequence[Kernel],
-    config: TileConfig | None = None,
-    *,
-    by_model: bool = False,
-    alternatives: bool = True,
-) -> tuple[Explained, ...]:
-    """Explain kernels on a GPU or a processor, each with the explanation of its pass.
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """The reasons for the tiles of kernels: as facts, as text, as LaTeX and as a plot."""
 
-    A problem is explained in its normal form; `rewriting` describes the change in a line. The
-    config explained is the choice of a call, for which several are compiled on a GPU. With
-    `by_model` it is the model's first, no record is read, and `config` replaces both. With
-    `alternatives` choices for other memories, processors and masks are added. Raises Unsupported.
-    """
-    rewriting, problem = problem.rewriting, problem.normal()
-    tasks = [KernelTask.of(kernel, problem, device) for kernel in kernels]
-    ways: set[Direction] = {task.direction for task in tasks}
-    records = None if by_model else Records(problem, device)
-    used: dict[Direction, FamilySpec] = {}
-    if config is None and records is not None:
-        used = {way: families_used(records, way)[0] for way in ways}
-    passes: dict[Direction, PassExplanation] = {}
-    on_processor: dict[Direction, CpuPassExplanation] = {}
-    if isinstance(device, GpuSpec):
-        passes = {way: explain_pass(problem, device, way, used.get(way)) for way in ways}
-    else:
-        on_processor = {way: on_cpu.explain_pass(problem, way) for way in ways}
-    chosen: dict[Kernel, Choice] = {}
-    explained: list[Explained] = []
-    for task in tasks:
-        task = joined_to(task, chosen)
-        if config is None and not by_model:
-            of_call = choose_kernel(task, may_compile=True)
-            chosen[task.kernel] = replace(of_call, library=used[task.direction].library)
-            task = chosen[task.kernel].ranked.task
-        choice, way = chosen.get(task.kernel), task.direction
-        if isinstance(device, GpuSpec):
-            facts = replace(on_gpu.explain(task, config, choice), pass_=passes[way])
-        else:
-            facts = replace(on_cpu.explain(task, config, choice), pass_=on_processor[way])
-        measured = None if records is None else measured_by(records, task.kernel)
-        explained.append(replace(facts, rewriting=rewriting, measured=measured))
-    return with_alternatives(explained, problem, device) if alternatives else tuple(explained)
+    problem: AttentionProblem
+    """The problem explained."""
+    gpu: Device
+    """The GPU or processor for which the tiles are chosen."""
+    explained: tuple[ExplainedKernel, ...]
+    """The kernels with their choices."""
+    with_passes: bool
+    """True: text and formulas include the passes."""
+
+    @cached_property
+    def values(self) -> tuple[dict[str, Any], ...]:
+        """A dictionary for each kernel, serialisable as JSON: facts by section and label, each with
+        value, unit and formula."""
+        passes = {of.way: values_of(pass_facts(of.way)) for of in self.explained}
+        return tuple(
+            {
+                "problem": of.tiled.problem.key,
+                "gpu": self.gpu.name,
+                "title": self.gpu.title,
+                "kernel": of.kernel,
+                "config": asdict(of.config),
+                "rewriting": of.rewriting,
+                "direction": of.way.direction,
+                "pass": passes[of.way],
+            }
+            | {
+                name: values_of(facts(of))
+                for name, (_, facts) in SECTIONS.items()
+                if name != "pass"
+            }
+            for of in self.explained
+        )
+
+    def text(self, *sections: str) -> str:
+        """Return six lines for each kernel, then the sections named, or `all`. Raises Unsupported
+        for an unknown section."""
+        rewritten = dict.fromkeys(of.rewriting for of in self.explained if of.rewriting)
+        lines = [*rewritten, *summaries(self.explained)]
+        shown = sections_named(sections)
+        for of, name, title in self._blocks(shown):
+            lines += ["", title, *lines_of(SECTIONS[name][1](of))]
+        return "\n".join(lines)
+
+    def latex(self) -> str:
+        """Return the formulas as LaTeX; needs amsmath."""
+        lines = [*dict.fromkeys(of.rewriting for of in self.explained if of.rewriting)]
+        for of, name, title in self._blocks(FORMULAS):
+            whose = f"{of.config.key} of {of.tiled.problem.key} on {self.gpu.name}"
+            lines += ["", f"% {title}: {whose}", *latex_of([*SECTIONS[name][1](of)])]
+        return "\n".join(lines).lstrip()
+
+    def _blocks(self, sections: Sequence[str]) -> Iterator[tuple[ExplainedKernel, str, str]]:
+        """Yield kernels with sections and titles; a pass comes before the first of its kernels."""
+        seen: set[str] = set()
+        for of in self.explained:
+            whose = f"{of.kernel}: " if len(self.explained) > 1 else ""
+            for name in sections:
+                title = SECTIONS[name][0]
+                if name != "pass":
+                    yield of, name, f"{whose}{title}"
+                elif self.with_passes and of.way.direction not in seen:
+                    seen.add(of.way.direction)
+                    yield of, name, f"{of.way.direction}: {title}"
+
+    def plot(self, path: Path | str) -> None:
+        """Draw traffic and roofline to a .png, .svg or .pdf file. Raises Unsupported."""
+        from tilegen.explaining.plot import draw
+
+        if not isinstance(self.gpu, GpuSpec):
+            raise Unsupported(
+                f"plot is for GPUs, got the processor {self.gpu.name}; for its numbers: "
+                f"tilegen explain '{self.problem}' --gpu {self.gpu.name} --all"
+            )
+        draw(self.problem.normal(), self.gpu, self.explained, Path(path))
+
+
+def sections_named(names: Sequence[str]) -> tuple[str, ...]:
+    """Return sections in their order; `all` stands for all. Raises Unsupported."""
+    for name in names:
+        if name != ALL and name not in SECTIONS:
+            known = ", ".join(SECTIONS)
+            raise Unsupported(f"section must be {ALL} or one of {known}; got {name!r}")
+    return tuple(name for name in SECTIONS if ALL in names or name in names)

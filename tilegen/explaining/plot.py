@@ -13,11 +13,11 @@ import sympy as sp
 
 from tilegen.choose.ranker import propose
 from tilegen.errors import Unsupported
-from tilegen.explaining.gpu_records import KernelExplanation, PassExplanation
+from tilegen.explaining.explained import ExplainedKernel, ExplainedPass, moved
 from tilegen.gpus.nearest import on_tensor_cores
 from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import TileConfig
-from tilegen.kernels.registry import KERNELS, direction_of
+from tilegen.kernels.registry import direction_of
 from tilegen.kernels.spec import Direction
 from tilegen.model.bounds import bound_values, bounds_of
 from tilegen.model.symbols import (
@@ -40,6 +40,7 @@ from tilegen.model.visits import visits_of
 from tilegen.plots import check_file, save
 from tilegen.problem import AttentionProblem
 from tilegen.task import KernelTask, PassTask
+from tilegen.theory import regimes
 from tilegen.theory.optimum import exact_tiles, leading_tiles
 from tilegen.theory.regimes import SMALL_CACHE
 from tilegen.theory.schedules import SCHEDULES, smooth
@@ -61,19 +62,19 @@ LARGE_CACHE: dict[Direction, tuple[str, ...]] = {
 
 
 def draw(
-    problem: AttentionProblem, gpu: GpuSpec, explained: Sequence[KernelExplanation], file: Path
+    problem: AttentionProblem, gpu: GpuSpec, explained: Sequence[ExplainedKernel], file: Path
 ) -> None:
     """Draw the passes of explanations (`explain_all`) to a file. Raises Unsupported."""
     check_file(file, FORMATS)
     from matplotlib.figure import Figure
 
-    passes = {facts.pass_.direction: facts.pass_ for facts in explained if facts.pass_}
+    passes = {of.way.direction: of.way for of in explained}
     columns = 2 if problem.mask.is_full else 3
     figure = Figure(figsize=(7 * columns, 0.6 + 6.2 * len(passes)), layout="constrained")
     figure.suptitle(f"{problem.key} on {gpu.title}")
     rows = figure.subplots(len(passes), columns, squeeze=False)
     for (traffic, roofline, *rest), way in zip(rows, passes.values(), strict=True):
-        shown = [facts for facts in explained if facts.pass_ is way]
+        shown = [of for of in explained if of.way is way]
         for axes in rest:
             _draw_mask(axes, problem, shown)
         _draw_traffic(traffic, problem, gpu, way)
@@ -90,10 +91,10 @@ MASK_SIDE, PAIRS_SIDE = 4096, 512
 larger pictures have one shade for each tile."""
 
 
-def _draw_mask(axes: Axes, problem: AttentionProblem, shown: Sequence[KernelExplanation]) -> None:
+def _draw_mask(axes: Axes, problem: AttentionProblem, shown: Sequence[ExplainedKernel]) -> None:
     """Draw the tiles of a mask by class, for the first kernel that visits any, and the kept pairs
     of partial tiles."""
-    visiting = [facts for facts in shown if KERNELS[facts.kernel].masked]
+    visiting = [of for of in shown if of.tiled.spec.masked]
     if not visiting:
         axes.set_axis_off()
         axes.text(0.5, 0.5, f"{shown[0].kernel} visits no tile of the mask", ha="center", wrap=True)
@@ -252,10 +253,14 @@ def _evaluated(
     return sp.lambdify(symbols, expression, modules="numpy")(*known_values)
 
 
-def _draw_traffic(
-    axes: Axes, problem: AttentionProblem, gpu: GpuSpec, way: PassExplanation
-) -> None:
-    drawn, regime = curves(problem, gpu, way.direction), way.regime
+def _draw_traffic(axes: Axes, problem: AttentionProblem, gpu: GpuSpec, way: ExplainedPass) -> None:
+    drawn, chip, size = (
+        curves(problem, gpu, way.direction),
+        gpu.on_chip_bytes,
+        problem.element_bytes,
+    )
+    schedules = regimes.LARGE_CACHE[way.direction], SMALL_CACHE[way.direction]
+    dividing = regimes.dividing_bytes(*schedules, head_dim=way.head_dim, element_bytes=size)
     axes.set_title(f"{way.direction}: traffic between SMs and L2")
     large = "FlashAttention-2" + (", two passes" if way.direction == "backward" else "")
     axes.loglog(drawn.memory, drawn.large_cache, color="C0", label=f"{large}, best tiles")
@@ -276,21 +281,16 @@ def _draw_traffic(
         label = "floor: inputs and outputs once" if name == "floor" else f"lower bound {name}"
         axes.loglog(drawn.memory, shown, style, color=color, lw=1.2, label=label)
     marks = {
-        f"M of {gpu.name}, {memory_text(regime.m_bytes)}": ("C2", regime.m_bytes),
-        f"schedules cross if unmasked, {memory_text(regime.dividing_bytes)}": (
-            "C3",
-            regime.dividing_bytes,
-        ),
+        f"M of {gpu.name}, {memory_text(chip)}": ("C2", chip),
+        f"schedules cross if unmasked, {memory_text(dividing)}": ("C3", dividing),
     }
     for label, (color, at) in marks.items():
         axes.axvline(at, color=color, lw=1, ls="-.", label=label)
-    for facts, marker in zip(way.families, "osD^", strict=False):
-        name = facts.family + (", chosen" if facts.family == way.family else "")
-        moved = facts.read_bytes + facts.write_bytes
-        filled = "C2" if facts.family == way.family else "none"
-        axes.plot(
-            [regime.m_bytes], [moved], marker, mfc=filled, color="C2", label=f"tiles of {name}"
-        )
+    for (name, best), marker in zip(way.families.items(), "osD^", strict=False):
+        label = f"tiles of {name}" + (", chosen" if name == way.chosen else "")
+        total = sum(moved(candidate.estimate) for candidate in best)
+        filled = "C2" if name == way.chosen else "none"
+        axes.plot([chip], [total], marker, mfc=filled, color="C2", label=label)
     bottom = drawn.bounds["floor"][0] / 4
     top = np.nanmax([drawn.large_cache[0], drawn.small_cache[0], *drawn.small_cache]) * 2
     axes.set_ylim(bottom, top)
@@ -309,7 +309,7 @@ def _draw_roofline(
     axes: Axes,
     problem: AttentionProblem,
     gpu: GpuSpec,
-    explained: Sequence[KernelExplanation],
+    explained: Sequence[ExplainedKernel],
 ) -> None:
     from matplotlib.ticker import NullFormatter
 
@@ -319,24 +319,22 @@ def _draw_roofline(
     axes.set_title(f"{direction}: roofline, the model's best {CANDIDATES} of each kernel")
     intensities: list[float] = []
     speeds: list[float] = []
-    for i, facts in enumerate(explained):
-        kernel, seconds = facts.kernel, facts.time.seconds
+    for i, of in enumerate(explained):
+        kernel, own = of.kernel, of.cost
         ranked = propose(KernelTask.of(kernel, problem, gpu), top=CANDIDATES)
         best = [candidate.estimate for candidate in ranked]
         if not best[0].flops:
             continue  # the preprocess has no matrix products
         speed = [1e-12 * cost.flops / cost.seconds for cost in best]
         levels = {
-            "L2": [cost.flops / (cost.read_bytes + cost.write_bytes) for cost in best],
+            "L2": [cost.flops / moved(cost) for cost in best],
             "DRAM": [cost.flops / cost.dram_bytes for cost in best],
         }
         for (level, at), filled in zip(levels.items(), (f"C{i}", "none"), strict=True):
             axes.loglog(at, speed, "o", color=f"C{i}", mfc=filled, label=f"{kernel}, {level}")
             intensities += at
-        traffic, flops = facts.traffic, facts.time.flops
-        at = [flops / traffic.moved]
-        label = f"{kernel} {facts.config.key}"
-        reached = 1e-12 * flops / seconds
+        at, reached = [own.flops / moved(own)], 1e-12 * own.flops / own.seconds
+        label = f"{kernel} {of.config.key}"
         axes.loglog(at, [reached], "*", ms=12, color=f"C{i}", mec="0.2", label=label)
         intensities += at
         speeds += [*speed, reached]

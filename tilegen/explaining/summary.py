@@ -5,17 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from tilegen.explaining.alternatives import Explained
-from tilegen.explaining.cpu_records import CpuExplanation
-from tilegen.explaining.gpu_records import KernelExplanation
-from tilegen.explaining.records import Pick
-from tilegen.units import (
-    bytes_text,
-    memory_text,
-    percent_text,
-    ratio_text,
-    seconds_text,
-)
+from tilegen.choose.reason import limit_in_words
+from tilegen.explaining.explained import OTHER_FAST_MEMORY, ExplainedKernel, moved
+from tilegen.gpus.spec import GpuSpec
+from tilegen.model import cpu_time
+from tilegen.model.estimate import Candidate
+from tilegen.model.footprint import footprint
+from tilegen.model.time import time
+from tilegen.units import bytes_text, memory_text, percent_text, ratio_text, seconds_text
 
 LABELS = ("problem", "kernel", "time", "limit", "bound", "change")
 """The first words of the six lines."""
@@ -23,9 +20,29 @@ SAME = 0.0005
 """Part of a time below which two times are called equal."""
 
 
-def summary(facts: Explained) -> list[str]:
-    """Return the six lines of a kernel, whose alternatives are known."""
-    texts = _on_gpu(facts) if isinstance(facts, KernelExplanation) else _on_cpu(facts)
+def summaries(explained: Sequence[ExplainedKernel]) -> list[str]:
+    """Return the six lines of each kernel. The problem, which they share, stands once."""
+    lines: list[str] = []
+    for i, of in enumerate(explained):
+        lines += summary(of) if i == 0 else ["", *summary(of)[1:]]
+    return lines
+
+
+def summary(of: ExplainedKernel) -> list[str]:
+    """Return the six lines of a kernel."""
+    device, on_gpu = of.tiled.device, isinstance(of.tiled.device, GpuSpec)
+    known = f"({device.title})"
+    if isinstance(device, GpuSpec):
+        known = f"with {memory_text(device.smem_per_block)} of shared memory"
+    thread = "" if on_gpu else " on one thread"
+    texts = (
+        f"{of.tiled.problem.key}, on {device.name} {known}",
+        f"{of.kernel} {of.config.key}: {of.tiled.spec.loop.tile(of.config)}",
+        f"{seconds_text(of.cost.seconds)} predicted{thread}{_measured(of)}",
+        _limit_on_gpu(of) if on_gpu else _limit_on_cpu(of),
+        _over_bound(of),
+        "; ".join(_changes(of)) or "nothing that was tried",
+    )
     return [f"{label:9}{text}" for label, text in zip(LABELS, texts, strict=True)]
 
 
@@ -36,81 +53,68 @@ def slower(ratio: float) -> str:
     return f"{percent_text(abs(ratio - 1))} {'slower' if ratio > 1 else 'faster'}"
 
 
-def _on_gpu(facts: KernelExplanation) -> Iterator[str]:
-    time, parts = facts.time, facts.time.composition
-    yield f"{facts.problem}, on {facts.gpu} with {memory_text(facts.fast_memory)} of shared memory"
-    yield f"{facts.kernel} {facts.config.key}: {facts.tile}"
-    yield f"{seconds_text(time.seconds)} predicted{_measured(facts)}"
-    programs = "less" if parts.programs is None else seconds_text(parts.programs)
-    traffic = f"traffic {seconds_text(parts.l2)} in L2 and {seconds_text(parts.dram)} in DRAM"
-    yield f"{facts.waits_for}: programs take {programs}, {traffic}"
-    yield _over_bound(facts, "between SMs and L2")
-    yield "; ".join(_changes_on_gpu(facts)) or "nothing that was tried"
-
-
-def _on_cpu(facts: CpuExplanation) -> Iterator[str]:
-    time = facts.time
-    yield f"{facts.problem}, on {facts.gpu} ({facts.title})"
-    yield f"{facts.kernel} {facts.config.key}: {facts.tile}"
-    yield f"{seconds_text(time.seconds)} predicted on one thread{_measured(facts)}"
-    limit, part = facts.waits_for, time.terms[time.limit]
-    if time.launch > part:
-        limit, part = "a launch from Python", time.launch
-    yield f"{limit}: {seconds_text(part)}, {percent_text(part / time.seconds)} of the time"
-    yield _over_bound(facts, f"to and from {memory_text(facts.bound.on_chip_bytes)} of L2")
-    yield "; ".join(_changes_on_cpu(facts)) or "nothing that was tried"
-
-
-def _measured(facts: Explained) -> str:
+def _measured(of: ExplainedKernel) -> str:
     """Return the measured time with all in which the measurement differs; empty without a
     record."""
-    if (measured := facts.measured) is None:
+    if of.measured is None:
         return ""
-    tile = f" with {measured.config}" if measured.config != facts.config.key else ""
-    problem = f" for '{measured.problem}'" if measured.problem != facts.problem else ""
-    return f"; {seconds_text(measured.seconds)} measured{tile}{problem}"
+    record = of.measured.record
+    tile = "" if record.config == of.config else f" with {record.config.key}"
+    key = record.problem.key
+    problem = "" if key == of.tiled.problem.key else f" for '{key}'"
+    seconds = 1e-6 * (record.measurement.median_us or 0)
+    return f"; {seconds_text(seconds)} measured{tile}{problem}"
 
 
-def _over_bound(facts: Explained, where: str) -> str:
-    bound, moved = facts.bound, bytes_text(facts.traffic.moved)
-    if bound.ratio is None:
-        return f"{moved} {where}; the lower bound is 0"
-    least = bytes_text(bound.bytes)
-    return f"{moved} {where}, {ratio_text(bound.ratio)} times the lower bound of {least}"
+def _limit_on_gpu(of: ExplainedKernel) -> str:
+    on_sms = float(time(of.tiled, footprint(of.tiled)).on_sms)
+    seconds = {**dict(of.cost.terms), "on_sms": on_sms}
+    programs, l2, dram = (seconds_text(seconds[name]) for name in ("on_sms", "l2", "dram"))
+    limit = limit_in_words(of.tiled, of.cost)
+    return f"{limit}: programs take {programs}, traffic {l2} in L2 and {dram} in DRAM"
 
 
-def _changes_on_gpu(facts: KernelExplanation) -> Iterator[str]:
-    for other in facts.next_best[:1]:
-        yield f"next best {other.config}, {slower(other.slowdown)}"
-    mine, memories = facts.model_config, facts.other_fast_memory or ()
-    less = [x for x in memories if x.fast_memory < facts.fast_memory and x.config != mine]
-    for other in less[-1:]:
-        yield f"{_config(other)} with {memory_text(other.fast_memory)} of shared memory"
-    for mask in facts.other_masks or ():
-        if mask.config != mine:
-            yield f"{_config(mask)} under {mask.mask}"
+def _limit_on_cpu(of: ExplainedKernel) -> str:
+    limit, seconds = cpu_time.TERMS[of.cost.limit], dict(of.cost.terms)[of.cost.limit]
+    if seconds < cpu_time.LAUNCH_SECONDS:
+        limit, seconds = "a launch from Python", cpu_time.LAUNCH_SECONDS
+    part = percent_text(seconds / of.cost.seconds)
+    return f"{limit}: {seconds_text(seconds)}, {part} of the time"
 
 
-def _changes_on_cpu(facts: CpuExplanation) -> Iterator[str]:
-    mine = facts.model_config
-    for other in facts.next_best[:1]:
-        yield f"next best {other.config}, {slower(other.cost_ratio)}"
-    others = [other for other in facts.other_processors or () if other.config != mine]
-    for other in others[:1]:
-        same = (x.processor for x in others if x.config == other.config)
-        yield f"{_config(other)} on {', '.join(same)}"
-    for mask in facts.other_masks or ():
-        if mask.config != mine:
-            yield f"{_config(mask)} under {mask.mask}"
+def _over_bound(of: ExplainedKernel) -> str:
+    device, least, size = of.tiled.device, of.cost.lower_bound_bytes, moved(of.cost)
+    where = "between SMs and L2"
+    if not isinstance(device, GpuSpec):
+        where = f"to and from {memory_text(device.on_chip_bytes)} of L2"
+    if not least:
+        return f"{bytes_text(size)} {where}; the lower bound is 0"
+    ratio = ratio_text(size / least)
+    return f"{bytes_text(size)} {where}, {ratio} times the lower bound of {bytes_text(least)}"
 
 
-def _config(other: Pick) -> str:
-    return other.config or "nothing fits"
+def _changes(of: ExplainedKernel) -> Iterator[str]:
+    mine, device = of.ranked[0].config.key, of.tiled.device
+    for other in of.others[:1]:
+        ratio = other.estimate.seconds / of.cost.seconds
+        if not isinstance(device, GpuSpec):  # with idle threads, by which tiles are ranked
+            ratio = other.estimate.cost / of.cost.cost
+        yield f"next best {other.config.key}, {slower(ratio)}"
+    others = {name: _config(best) for name, best in of.on_other_devices.items()}
+    changed = {name: config for name, config in others.items() if config != mine}
+    if isinstance(device, GpuSpec):
+        sizes = {memory_text(size): size for size in OTHER_FAST_MEMORY}
+        less = [name for name in changed if sizes[name] < device.smem_per_block]
+        for name in less[-1:]:
+            yield f"{changed[name]} with {name} of shared memory"
+    elif changed:
+        first = next(iter(changed.values()))
+        names = ", ".join(name for name, config in changed.items() if config == first)
+        yield f"{first} on {names}"
+    for mask, best in of.under_other_masks.items():
+        if _config(best) != mine:
+            yield f"{_config(best)} under {mask}"
 
 
-def summaries(explained: Sequence[Explained]) -> list[str]:
-    """Return the six lines of each kernel. The problem, which they share, stands once."""
-    lines: list[str] = []
-    for i, facts in enumerate(explained):
-        lines += summary(facts) if i == 0 else ["", *summary(facts)[1:]]
-    return lines
+def _config(best: Candidate | str) -> str:
+    return "nothing fits" if isinstance(best, str) else best.config.key

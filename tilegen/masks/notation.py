@@ -13,6 +13,7 @@ from tilegen.masks.language.reader import Reader
 from tilegen.masks.mask import Mask, causal, full, intersect, sliding_window, unite
 from tilegen.masks.usual import (
     BLOCK_SPARSE,
+    KEEP,
     SAME_ID,
     TREE,
     UNLISTED,
@@ -22,6 +23,7 @@ from tilegen.masks.usual import (
     kv_prefix,
     neighborhood,
     prefix_lm,
+    text_of,
 )
 from tilegen.masks.values import AXES, Alignment, Kind, Pattern, Table, check_number
 from tilegen.parsing import parse_expression
@@ -238,7 +240,6 @@ def _tree(table: Any, *lengths: Any) -> Mask:
 
 def _keep(text: str, *tables: Any) -> Mask:
     from tilegen.masks.naming import canonical
-    from tilegen.masks.usual import KEEP, text_of
 
     captured: list[Table] = []
     for table in tables:

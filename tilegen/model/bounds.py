@@ -1,4 +1,4 @@
-"""Lower bounds on the words attention must move, and the regimes of the known schedules.
+"""Lower bounds on the words attention must move, with constants, for a whole launch.
 
 Words are elements. Sources: Saha and Ye, arXiv 2402.07443 (forward); Li et al., arXiv 2410.09397
 (backward); Dao et al., arXiv 2205.14135 (FlashAttention); Smith et al., arXiv 1702.02017 (matrix
@@ -19,57 +19,11 @@ from tilegen.kernels.spec import Direction
 from tilegen.model.formulas import computed, expression
 from tilegen.model.mask_size import size_of
 from tilegen.model.subgrids import SPANNED, subgrids
-from tilegen.model.traffic import Term, bytes_moved, terms, total_bytes, total_words
+from tilegen.model.traffic import Term, bytes_moved, terms, total_bytes
 from tilegen.task import KernelTask, PassTask
 
 if TYPE_CHECKING:
     import sympy as sp
-
-# --------------------------------------------------------------------------------------------------
-# Theorems of the papers: complexities of one head, without constants
-
-
-LARGE_CACHE = {
-    "forward": "N**2*d**2/M",
-    "backward": "(N**2*d**2 + N*d**3)/M",
-}
-SMALL_CACHE = {
-    "forward": "N**2*d/sqrt(M)",
-    "backward": "(N**2*d + N*d**2)/sqrt(M)",
-}
-
-
-def large_cache_complexity(direction: Direction) -> sp.Expr:
-    """Return the optimum for M >= d^2, up to a constant.
-
-    Forward: Saha and Ye, Theorem 3.1 with Lemmas 3.3 and 3.4 (lower) and FlashAttention, Theorem 2
-    (upper). Backward: Li et al., Theorems 4.1 and 4.2. `N d^3` is for the gradient of W_Q W_K^T,
-    which a kernel that returns dQ, dK and dV does not compute.
-    """
-    return expression(LARGE_CACHE[direction])
-
-
-def small_cache_complexity(direction: Direction) -> sp.Expr:
-    """Return the optimum for M < d^2, up to a constant.
-
-    Forward: Saha and Ye, Theorems 3.5 (upper, Algorithm 1) and 3.7 (lower). Backward: Li et al.,
-    Theorems 4.3 (upper, Algorithm 6) and 4.4 (lower).
-    """
-    return expression(SMALL_CACHE[direction])
-
-
-def complexity(direction: Direction) -> sp.Expr:
-    """Return N d + min(large cache, small cache), up to a constant.
-
-    Saha and Ye, Theorem 3.1; Li et al., Theorem 1.1. The papers omit the term N d, for reading
-    every input and writing every output once.
-    """
-    return expression(f"N*d + Min({LARGE_CACHE[direction]}, {SMALL_CACHE[direction]})")
-
-
-# --------------------------------------------------------------------------------------------------
-# Lower bounds with constants, for a whole launch
-
 
 LARGEST = "Min(M**2/d_qk**2, 2*M*w*g/(d_qk*(g + 1)))"
 PARTITIONED = "M*(H_kv*g*nnz/({entries} + 4*M) - P)"
@@ -136,18 +90,6 @@ def bytes_of_inputs(task: KernelTask) -> int:
     """Compute `inputs_once` for a task."""
     formulas = _formulas(task.kernel, task.values_in_keys)
     return int(computed({"read": formulas["read"]}, values_of(task))["read"])
-
-
-@cache
-def lower_bound(what: Kernel | Direction, *, values_in_keys: bool = False) -> sp.Expr:
-    """Return max(LB1, LB1G, LB2, floor) in words. For a kernel that computes no scores, or reads or
-    writes them, return the floor alone."""
-    words = total_words(floor_terms(what, values_in_keys=values_in_keys))
-    floor = expression("H_kv") * words
-    if _floor_alone(what):
-        return floor
-    bounds = partition_bound(), pattern_bound(), product_bound()
-    return expression("Max(a, b, c, floor)", **dict(zip("abc", bounds, strict=True)), floor=floor)
 
 
 def _floor_alone(what: Kernel | Direction) -> bool:

@@ -35,6 +35,9 @@ UNFITTED = "inputs"
 """The term whose weight is 1: no sweep of tiles tells it apart, since it is the same for all."""
 COLUMNS = 64
 """Columns of a microkernel at full rate, for vectors of 16 elements."""
+EDGE = 8
+"""Columns that a product on a mask's edge computes beyond it, in the mean: about half a vector of
+panels and half a block of rows."""
 LAUNCH_SECONDS = 20e-6
 """Time of a launch from Python [s]."""
 THREADS = (1, 2, 4, 8, 16)
@@ -143,6 +146,7 @@ def terms_of(tiled: Tiled) -> dict[str, Number]:
         "steps": floats(run.steps),
         "partial": floats(run.partial),
         "programs": floats(run.programs),
+        "stopped": stopped(tiled),
         "multiply_adds": step.multiply_adds,
         "to_scores": 2.0 * sum(one.times * one.multiply_adds * one.scores for one in step.products),
         "columns": step.columns,
@@ -158,6 +162,15 @@ def terms_of(tiled: Tiled) -> dict[str, Number]:
     }
     terms = computed(FORMULAS, facts)
     return {name: terms[name] + 0 * facts["steps"] for name in FORMULAS}
+
+
+def stopped(tiled: Tiled) -> Number:
+    """Return the part of a partial tile's products that are left out. The edge of a causal mask or
+    a window halves the square of the longer side that tiles on it make up."""
+    if tiled.problem.mask.window is None:
+        return 0.0
+    longer = np.maximum(tiled.step.rows, np.maximum(tiled.step.columns, 1))
+    return (1 - is_thin(tiled)) * np.maximum(0.0, 0.5 - EDGE / longer)
 
 
 def is_thin(tiled: Tiled) -> Number:

@@ -102,7 +102,7 @@ UNITS = {
 """Seconds that each unit of the SMs would need by itself."""
 
 PROCESSOR = {
-    "products": ("2*multiply_adds*steps/rate", "matrix products, in whole tiles"),
+    "products": ("2*multiply_adds*(steps - stopped*partial)/rate", "matrix products"),
     "narrow": (
         "packed*Max(0, microkernel/Max(columns, 1) - 1)*to_scores*steps/rate",
         "products of less than a microkernel's columns",

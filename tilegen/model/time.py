@@ -27,7 +27,7 @@ from tilegen.model.on_chip import Footprint, family, residents
 from tilegen.model.operands import shared_words
 from tilegen.model.rates import instructions, peak_flops_per_clk, rates_of
 from tilegen.model.terms import KERNEL, MEMORY, PROGRAM, QUEUED, STEP, UNITS, WAVES
-from tilegen.model.traffic import Traffic, traffic
+from tilegen.model.traffic import traffic
 from tilegen.task import KernelTask, Tiled
 
 ISSUE_PER_CLK = 128
@@ -193,7 +193,7 @@ def time(tiled: Tiled, needs: Footprint, code: StepClocks | None = None) -> Time
     steps, programs = floats(run.steps), floats(run.programs)
     fits = residents(needs, gpu, config)
     moved_bytes = floats(moved.read_bytes + moved.write_bytes)
-    facts = _facts_of(gpu) | {
+    facts = facts_of(gpu) | {
         **asdict(clk),
         "local": clk.local if code else local_clocks(tiled, needs),
         "num_warps": config.num_warps,
@@ -247,7 +247,7 @@ def time(tiled: Tiled, needs: Footprint, code: StepClocks | None = None) -> Time
     )
 
 
-def _facts_of(gpu: GpuSpec) -> dict[str, Any]:
+def facts_of(gpu: GpuSpec) -> dict[str, Any]:
     """Return the constants and the properties of a GPU that formulas name."""
     rates = rates_of(gpu.arch)
     return {
@@ -276,18 +276,6 @@ def launch_seconds(task: KernelTask, count: Number) -> Number:
     rates = rates_of(task.gpu.arch)
     first = task.kernel == task.family.names[0]
     return (count - first) * rates.following_seconds + first * rates.launch_seconds
-
-
-def dram_seconds(gpu: GpuSpec, moved: int) -> float:
-    """Compute the time in which bytes move between L2 and DRAM, from a cold L2."""
-    values = computed({"dram": MEMORY["dram"]}, _facts_of(gpu) | {"dram_bytes": moved})
-    return float(values["dram"])
-
-
-def l2_seconds(gpu: GpuSpec, moved: Traffic, programs: float = math.inf) -> float:
-    """Compute the time in which bytes move between SMs and L2 in launches of so many programs."""
-    facts = {"moved_bytes": moved.read_bytes + moved.write_bytes, "per_launch": programs}
-    return float(computed({"l2": MEMORY["l2"]}, _facts_of(gpu) | facts)["l2"])
 
 
 def queued(warps: Number, together: Number, units: tuple[Number, ...], idle: float) -> Number:

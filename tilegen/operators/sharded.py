@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tilegen.errors import Unsupported
+from tilegen.operators.crossing import crossing
 
 NAMES = {0: "b", 1: "h"}
 """Names of the dimensions along which calls can be sharded, as masks and scores use them."""
@@ -39,8 +40,6 @@ def on_each_device(
     """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.experimental import local_map
-
-    from tilegen.operators.crossing import crossing
 
     given: Any = (q, k, v)
     placements = tuple(q.placements)  # type: ignore[attr-defined]

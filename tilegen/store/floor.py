@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from tilegen.gpus.spec import catalogue
 from tilegen.kernels.config import Dim, Kernel
 from tilegen.kernels.registry import KERNELS
 from tilegen.problem import AttentionProblem
@@ -66,6 +67,5 @@ def _width(problem: AttentionProblem, dims: Iterable[Dim]) -> int:
 
 
 def _catalogued(name: str) -> GpuSpec | None:
-    from tilegen.gpus.spec import catalogue
 
     return next((spec for spec in catalogue() if spec.name == name), None)

@@ -14,6 +14,7 @@ from tilegen.device import Device
 from tilegen.disk import say_once
 from tilegen.environment import current
 from tilegen.errors import InvalidRecord, Unsupported
+from tilegen.gpus import spec as gpus
 from tilegen.gpus.spec import GpuSpec
 from tilegen.problem import AttentionProblem
 from tilegen.store import places
@@ -208,7 +209,6 @@ def similar_devices(device: Device) -> list[Device]:
     """List the catalogue's other devices of the same architecture, nearest first: GPUs by number of
     SMs, bandwidths of DRAM and L2, and shared memory, processors by rates and caches."""
     from tilegen.cpus import spec as cpus
-    from tilegen.gpus import spec as gpus
 
     rows: tuple[Device, ...] = gpus.catalogue() if isinstance(device, GpuSpec) else cpus.catalogue()
     others = [spec for spec in rows if spec.arch == device.arch and spec.name != device.name]

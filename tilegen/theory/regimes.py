@@ -1,6 +1,6 @@
-"""Regimes: theorems for sparse masks, and the points at which schedules cross.
+"""Regimes: the theorems of the papers, and the points at which schedules cross.
 
-Words are elements. FA1: Dao et al., arXiv 2205.14135. Li: Li et al., arXiv 2410.09397.
+Words are elements. Dao et al., arXiv 2205.14135 (FlashAttention). Li: Li et al., arXiv 2410.09397.
 Saha and Ye: arXiv 2402.07443.
 """
 
@@ -15,9 +15,38 @@ import sympy as sp
 
 from tilegen.gpus.spec import GpuSpec, catalogue
 from tilegen.kernels.spec import Direction
-from tilegen.model.symbols import Z_A, Z_AX, Z_S, Z_X, M, Z, alpha, d, kappa, s
+from tilegen.model.symbols import Z_A, Z_AX, Z_S, Z_X, M, N, Z, alpha, d, kappa, s
 from tilegen.model.traffic import ACCUMULATOR_BYTES
 from tilegen.theory.optimum import crossover
+
+
+def large_cache_complexity(direction: Direction) -> sp.Expr:
+    """Return the optimum of one head for M >= d^2, up to a constant.
+
+    Forward: Saha and Ye, Theorem 3.1 with Lemmas 3.3 and 3.4 (lower) and FlashAttention, Theorem 2
+    (upper). Backward: Li et al., Theorems 4.1 and 4.2. `N d^3` is for the gradient of W_Q W_K^T,
+    which a kernel that returns dQ, dK and dV does not compute.
+    """
+    return N**2 * d**2 / M if direction == "forward" else (N**2 * d**2 + N * d**3) / M
+
+
+def small_cache_complexity(direction: Direction) -> sp.Expr:
+    """Return the optimum of one head for M < d^2, up to a constant.
+
+    Forward: Saha and Ye, Theorems 3.5 (upper, Algorithm 1) and 3.7 (lower). Backward: Li et al.,
+    Theorems 4.3 (upper, Algorithm 6) and 4.4 (lower).
+    """
+    words = N**2 * d if direction == "forward" else N**2 * d + N * d**2
+    return words / sp.sqrt(M)
+
+
+def complexity(direction: Direction) -> sp.Expr:
+    """Return N d + min(large cache, small cache), up to a constant.
+
+    Saha and Ye, Theorem 3.1; Li et al., Theorem 1.1. The papers omit the term N d, for reading
+    every input and writing every output once.
+    """
+    return N * d + sp.Min(large_cache_complexity(direction), small_cache_complexity(direction))
 
 
 def worst_case_over_instances(direction: Direction) -> sp.Expr:

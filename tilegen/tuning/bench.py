@@ -11,9 +11,14 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from tilegen import cpu
 from tilegen.check import in_child
 from tilegen.compiling.acceptable import why_not_run, why_not_spilled, why_not_used
+from tilegen.compiling.workers import compile_many
 from tilegen.device import Device
+from tilegen.emit.render import render
 from tilegen.errors import BuildFailed, TilegenError, Unsupported, WrongResult
 from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Kernel, TileConfig
@@ -98,7 +103,6 @@ def real_bench(task: KernelTask, pool: Pool) -> Bench:
 def cpu_bench(task: KernelTask) -> Bench:
     """Return the bench of this machine's processor. Raises Unsupported if the task is for another
     processor."""
-    from tilegen import cpu
     from tilegen.choose.on_cpu import chosen_config
     from tilegen.cpus.host import current_cpu
     from tilegen.tuning.in_turns import InTurns
@@ -196,8 +200,6 @@ def compile_ahead(
     task: KernelTask, configs: Sequence[TileConfig], pool: Pool
 ) -> Iterable[tuple[TileConfig, Resources | BuildFailed]]:
     """Compile configs, and yield each as it finishes; a failure is yielded as a value."""
-    from tilegen.compiling.workers import compile_many
-    from tilegen.emit.render import render
 
     kernels = [render(task.problem, config, task.kernel) for config in configs]
     for rendered, built in compile_many(kernels, task.device.arch, pool=pool):
@@ -245,7 +247,6 @@ class Timed:
     @classmethod
     def of(cls, task: KernelTask, device: str) -> Timed:
         """Create the inputs. Raises RuntimeError if there is too little memory."""
-        import torch
 
         from tilegen.masks.dropout import Dropout
         from tilegen.masks.tensors import score_tensors, typical_score
@@ -271,7 +272,6 @@ class Timed:
     def runs(self, config: TileConfig) -> Callable[[], None]:
         """Return a function that makes all launches of the kernel once, with a config. Raises
         TilegenError."""
-        from tilegen.emit.render import render
         from tilegen.launch.bound_module import bound_kernel
 
         bound = bound_kernel(render(self.problem, config, self.kernel), self.device)
@@ -289,7 +289,6 @@ def make_launches(task: KernelTask, device: str) -> list[tuple[Any, ...]]:
 
     The kernel's family runs with functions that record arguments. Times depend little on values.
     """
-    import torch
 
     from tilegen.check.paging import in_pages
     from tilegen.check.reference import TORCH_DTYPES

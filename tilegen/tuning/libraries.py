@@ -7,6 +7,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
+
 from tilegen.choose.libraries import why_not
 from tilegen.disk import log
 from tilegen.errors import Unsupported
@@ -59,7 +61,6 @@ def measure_library(
     problem: AttentionProblem, direction: Direction, backend: Backend
 ) -> Measurement:
     """Time a library on random inputs of the problem's shape."""
-    import torch
 
     from tilegen.check.reference import make_inputs
 
@@ -76,7 +77,6 @@ def check_library(
     problem: AttentionProblem, direction: Direction, backend: Backend, device: str
 ) -> Measurement | None:
     """Describe a wrong result of a library at a reduced size; None if all results are right."""
-    import torch
 
     from tilegen.check.reference import make_inputs
     from tilegen.check.sizes import reduced
