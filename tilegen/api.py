@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 ALL = "all"
 """Name for all kernels that a problem needs, forward and backward."""
-CPU_SECONDS = 20.0
-"""Time to tune a kernel on a processor, unless a budget says otherwise [s]."""
 LEAST_SECONDS = 0.001
 """Budget of a kernel once others have taken all of the command's: it still measures a tile [s]."""
 FORWARD = "forward"
@@ -198,7 +196,6 @@ def tune(
     kernel: Kernel = ALL,
     seconds: float | None = None,
     trials: int | None = None,
-    storage: str = "",
 ) -> list[TuningRecord]:
     """Measure configs on the local GPU, or on the processor of a machine without a GPU; return the
     record of the best config of each kernel.
@@ -206,29 +203,20 @@ def tune(
     Records and trials are saved in the local cache. The budget is `seconds` for all kernels of this
     run together, `trials` of each kernel over all runs, or both. Without a budget all configs are
     tried, on a processor for CPU_SECONDS a kernel. By default all kernels of a problem are tuned,
-    but no backward of a problem with one query. With the URL of a fleet's `storage`, other machines
-    take part, and the budget is `trials`. A `gpu` must be the local GPU.
+    but no backward of a problem with one query. A `gpu` must be the local GPU.
 
-    With TILEGEN_LIBRARIES=1 and without a `storage`, PyTorch's own kernels are measured too, for
-    each pass whose kernels are all tuned. Raises Unsupported without the device, and NoRecord if no
-    config runs.
+    With TILEGEN_LIBRARIES=1 PyTorch's own kernels are measured too, for each pass whose kernels are
+    all tuned. Raises Unsupported without the device, and NoRecord if no config runs.
     """
-    from tilegen.fleet.jobs import jobs_of
     from tilegen.tuning.here import tuned_device
+    from tilegen.tuning.jobs import jobs_of
+    from tilegen.tuning.tuner import CPU_SECONDS
     from tilegen.tuning.tuner import tune as tuned
 
     parsed = problem_of(problem)
-    if storage and seconds is not None:
-        raise Unsupported(
-            "with a storage the budget is trials, not seconds: machines share it; pass trials"
-        )
     spec = tuned_device() if gpu is None else device_of(gpu)
     named = None if kernel == ALL else kernels_named(kernel, parsed, spec)
     jobs = jobs_of([parsed.normal()], spec, named)
-    if storage:
-        from tilegen.fleet.together import tune_together
-
-        return tune_together(jobs, trials, storage)
     if not isinstance(spec, GpuSpec) and seconds is None and trials is None:
         seconds = CPU_SECONDS * len(jobs)
     started = time.monotonic()

@@ -26,7 +26,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 CALLS = (ROOT / "tilegen" / "calls" / "README.md").read_text(encoding="utf-8")
 CLI = (ROOT / "tilegen" / "cli" / "README.md").read_text(encoding="utf-8")
 TOUR = (ROOT / "tilegen" / "README.md").read_text(encoding="utf-8")
-FLEET = (ROOT / "tilegen" / "fleet" / "README.md").read_text(encoding="utf-8")
+TUNING = (ROOT / "tilegen" / "tuning" / "README.md").read_text(encoding="utf-8")
 LEGEND = (ROOT / "templates" / "README.md").read_text(encoding="utf-8")
 BUNDLES = (ROOT / "tilegen" / "bundles" / "format.md").read_text(encoding="utf-8")
 EXPLAINING = (ROOT / "tilegen" / "explaining" / "README.md").read_text(encoding="utf-8")
@@ -51,11 +51,11 @@ def test_python_blocks_print_as_shown(page: str, monkeypatch: pytest.MonkeyPatch
     assert warm.output("\n".join(code)) == "".join(shown)
 
 
-def test_the_fleet_on_its_page_runs_as_shown(
+def test_the_catalogue_on_its_page_is_tuned_as_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In another folder; the recording says itself that nobody measured it."""
-    (block,) = [one for one in blocks("console", FLEET) if "--replay" in one]
+    (block,) = [one for one in blocks("console", TUNING) if "--replay" in one]
     assert block.startswith("$ export TILEGEN_CACHE_DIR=/tmp/tilegen-example/own\n")
     monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path / "own"))
     monkeypatch.chdir(ROOT)
@@ -208,13 +208,13 @@ def test_every_argument_of_a_kernel_is_on_the_page_of_bundles() -> None:
         "tilegen/cpu/README.md",
         "tilegen/emit/README.md",
         "tilegen/explaining/README.md",
-        "tilegen/fleet/README.md",
         "tilegen/kernels/README.md",
         "tilegen/masks/README.md",
         "tilegen/model/README.md",
         "tilegen/runtime/README.md",
         "tilegen/store/README.md",
         "tilegen/theory/README.md",
+        "tilegen/tuning/README.md",
     ],
 )
 def test_links_lead_somewhere(page: str) -> None:

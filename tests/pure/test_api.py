@@ -224,10 +224,6 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     "no problems": (lambda: tilegen.generate(), "got both or neither"),
     "GPU and arch": (lambda: tilegen.generate(PROBLEM, "h200", arch="sm_90"), "got both"),
     "arch": (lambda: tilegen.generate(PROBLEM, arch="hopper"), "arch must be one of"),
-    "two budgets": (
-        lambda: tilegen.tune(PROBLEM, seconds=1, storage="journal:x"),
-        "the budget is trials",
-    ),
 }
 
 

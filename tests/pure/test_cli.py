@@ -22,11 +22,11 @@ from tilegen.cli import main
 from tilegen.cli.demo import Demo
 from tilegen.cli.main import app
 from tilegen.cpu.passes import passes_to_time
-from tilegen.fleet.jobs import jobs_of
 from tilegen.gpus.spec import gpu
 from tilegen.problem import AttentionProblem
 from tilegen.store.trials import Trial
 from tilegen.task import KernelTask
+from tilegen.tuning.jobs import jobs_of
 from tilegen.tuning.measure import Measurement, summarise
 from tilegen.tuning.trials import TrialLog
 from tilegen.units import seconds_text
@@ -43,9 +43,6 @@ COMMANDS = {
     "bundle",
     "tune",
     "warm",
-    "worker",
-    "fleet status",
-    "fleet proxy",
     "verify",
     "doctor",
     "help",
@@ -54,6 +51,7 @@ COMMANDS = {
     "cache list",
     "cache show",
     "cache why",
+    "cache diff",
     "cache export",
     "cache import",
     "cache merge",
@@ -63,7 +61,7 @@ COMMANDS = {
     "cache promote",
     "cache prune",
 }
-WRITING = {"export", "import", "merge", "push", "pull", "promote", "prune", "tune", "worker"}
+WRITING = {"export", "import", "merge", "push", "pull", "promote", "prune", "tune"}
 
 
 def run(*arguments: str) -> str:
@@ -93,7 +91,6 @@ def failing(
 def test_every_command_is_known_here() -> None:
     names = {c.name or c.callback.__name__ for c in app.registered_commands if c.callback}
     names |= {f"cache {c.name}" for c in main.cache_app.registered_commands}
-    names |= {f"fleet {c.name}" for c in main.fleet_app.registered_commands}
     assert names == COMMANDS
 
 
@@ -204,13 +201,15 @@ BAD = {
     "two masks": (["propose", "hq8 q64 d64 bf16 full causal"], "two masks, full and causal; join"),
     "time runs back": (["demo", "--seconds", "-1"], "above 0, got -1.0; see tilegen demo --help"),
     "no time": (["tune", PROBLEM, "--seconds", "nan"], "above 0, got nan"),
-    "no port": (["fleet", "proxy", "--storage", "x", "--port", "0"], "--port"),
+    "no such part": (["tune", "--catalog", PROBLEM, "--shard", "2/2"], "--shard must be I/N"),
+    "no time of day": (["tune", "--catalog", PROBLEM, "--until", "6"], "such as 06:00, got '6'"),
+    "neither problem nor catalogue": (["tune"], "a problem or --catalog FILE, got both or neither"),
     "a name too long": (
-        ["worker", "--storage", "x", "--catalog", "a" * 5000],
+        ["tune", "--catalog", "a" * 5000],
         "File name too long",
     ),
     "no such catalogue": (
-        ["worker", "--storage", "x", "--catalog", "/none.txt"],
+        ["tune", "--catalog", "/none.txt"],
         "cannot read /none",
     ),
     "malformed notation": (["propose", "hq8"], "expected a problem"),
@@ -335,12 +334,9 @@ def test_tuning_can_be_planned_without_a_gpu(
         "configs": len(space),
         "measured": 1,
     }
-    for command in (
-        ["tune", PROBLEM],
-        ["worker", "--storage", f"sqlite:///{tmp_path}/trials.db", "--catalog", PROBLEM],
-    ):
+    for command in (["tune", PROBLEM], ["tune", "--catalog", PROBLEM]):
         asked = [*command, "--kernel", "fwd", "--dry-run"]
-        assert json.loads(run(*asked, "--json")) == [told]
+        assert json.loads(run(*asked, "--json"))["kernels"] == [told]
         assert run(*asked).startswith(f"would tune fwd {len(space):15} configs, 1 of them measured")
     assert sorted(tmp_path.rglob("*")) == before
 

@@ -14,6 +14,7 @@ import typer
 
 from tilegen.cli import main
 from tilegen.kernels.registry import KERNELS
+from tilegen.tuning.campaign import Outcome
 
 SEED = 20_261_122
 LINES = 500
@@ -56,7 +57,7 @@ NUMERIC = {"seconds", "top", "trials", "stale_after", "older_than", "port", "thr
 PLACES = [".", "missing/below", "text", "text/below", "folder", "link", "own", "a" * 300]
 PLACES += ["nope://x", "file:///missing", "memory://x", "s3:", "folder/../folder", "x.bmp"]
 NAMES = ["h200", "a100", "h201", "all", "sm_90", "sm_1", "gfx942", "m64n32", "m64n32w4s2", "m0n0"]
-NAMES += ["48KiB", "-1KiB", "journal:log", "journal:", "grpc:", "redis://x", "postgresql://", "0,9"]
+NAMES += ["48KiB", "-1KiB", "redis://x", "0/2", "2/2", "06:00", "25:00"]
 FLAGS = ["--json", "--json=1", "--nope", "-x", "-h", "--help", "--version", "--", "--gpu", "-j5"]
 
 
@@ -125,7 +126,8 @@ def a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("tilegen.check.verification.verify", lambda *_: [])
     monkeypatch.setattr("tilegen.bundles.building.generate", lambda *_, **__: tmp_path / "x")
     monkeypatch.setattr("tilegen.explaining.plot.draw", lambda *_: None)
-    monkeypatch.setattr("tilegen.cli.fleet._one_each", lambda *_: 1)
+    monkeypatch.setattr("tilegen.tuning.campaign.tune_all", lambda *_: Outcome())
+    monkeypatch.setattr("tilegen.cli.tuning._one_each", lambda *_: Outcome())
     return tmp_path
 
 

@@ -20,7 +20,7 @@ PAGES = [
     "templates/*.md",
     "tests/**/*.md",
     "tilegen/*.md",
-    "tilegen/{bundles,calls,choose,cli,cpu,emit,explaining,fleet,kernels,masks,model,runtime,store,theory}/*.md",
+    "tilegen/{bundles,calls,choose,cli,cpu,emit,explaining,kernels,masks,model,runtime,store,theory,tuning}/*.md",
     "tilegen/integrations/**/*.md",
 ]
 """Pages whose lines of prose fit WIDTH, as patterns."""

@@ -19,13 +19,13 @@ from tilegen.bundles.manifest import MANIFEST, Manifest
 from tilegen.choose.families import kernels_of
 from tilegen.choose.ranker import estimate, propose, search_space
 from tilegen.cli.main import app
-from tilegen.fleet.jobs import jobs_of
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import TileConfig
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import dispatch, plans
 from tilegen.store import TuningRecord, look_up, record_path, save
 from tilegen.task import KernelTask, Tiled
+from tilegen.tuning.jobs import jobs_of
 from tilegen.tuning.tuner import tune
 
 H200 = gpu("h200")

@@ -33,7 +33,7 @@ def page(name: str) -> str:
 
 
 def test_all_recipes_are_run() -> None:
-    assert {path.stem for path in RECIPES.iterdir()} == {*PAGES, "tune_once"}
+    assert {path.stem for path in RECIPES.iterdir()} == {*PAGES, "tune_once", "tune_in_a_cluster"}
 
 
 @pytest.mark.parametrize("name", PAGES)

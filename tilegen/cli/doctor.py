@@ -22,8 +22,7 @@ OPTIONAL = {
     "cuda-bindings": "bundle",
     "s3fs": "s3",
     "aiohttp": "http",
-    "psycopg": "postgres",
-    "grpcio": "grpc",
+    "ray": "ray",
     "matplotlib": "plot",
 }
 """Optional packages, and the extra of tilegen that installs each."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import logging
 import os
 import signal
@@ -22,12 +21,11 @@ from tilegen.cli.bundle import bundle, generate
 from tilegen.cli.cache import cache_app
 from tilegen.cli.candidates import table
 from tilegen.cli.compare import compare
+from tilegen.cli.diff import cache_diff
 from tilegen.cli.examples import examples
-from tilegen.cli.fleet import fleet_app, worker
 from tilegen.cli.help import help_
 from tilegen.cli.options import (
     ByModel,
-    DryRun,
     FastMemory,
     Gpu,
     Json,
@@ -44,7 +42,7 @@ from tilegen.cli.options import (
     titled,
     working,
 )
-from tilegen.cli.plans import plan_of, print_plans
+from tilegen.cli.tuning import RayAddress, tune
 from tilegen.cli.warm import warm
 from tilegen.devices import device_of
 from tilegen.disk import log, printable
@@ -57,8 +55,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="tilegen: an autotuning compiler for attention. Start with: tilegen demo",
 )
+cache_app.command("diff")(cache_diff)
 app.add_typer(cache_app, name="cache")
-app.add_typer(fleet_app, name="fleet")
 
 LABEL = 9
 """Columns before the text of a line of an explanation."""
@@ -297,42 +295,7 @@ app.command()(generate)
 app.command()(bundle)
 
 
-@app.command()
-def tune(
-    problem: Problem,
-    kernel: KernelsOption = "all",
-    seconds: Annotated[
-        float | None, typer.Option(help="budget of all kernels together", callback=positive)
-    ] = None,
-    trials: Annotated[
-        int | None, typer.Option(help="budget per kernel, all runs together", min=1)
-    ] = None,
-    storage: Annotated[str, typer.Option(help="tune with others: as of tilegen worker")] = "",
-    dry_run: DryRun = False,
-    json_: Json = False,
-) -> None:
-    """Find the best configs on the GPU or processor here and record them. Ctrl-C keeps what was
-    found.
-
-    Example: tilegen tune "b4 hq32 hkv8 q4096 d128 bf16 causal" --seconds 60
-    """
-    if dry_run:
-        from tilegen.choose.ranker import search_space
-        from tilegen.fleet.jobs import jobs_of
-        from tilegen.tuning.here import planned_device
-
-        parsed, spec = api.problem_of(problem[0]), planned_device()
-        named = None if kernel == api.ALL else api.kernels_named(kernel, parsed, spec)
-        jobs = jobs_of([parsed], spec, named)
-        plans = [plan_of(job, search_space(job.task)) for job in jobs]
-        print_plans(plans, json_)
-        return
-    records = api.tune(problem[0], kernel=kernel, seconds=seconds, trials=trials, storage=storage)
-    if json_:
-        print_json([json.loads(record.to_json()) for record in records])
-
-
-app.command()(worker)
+app.command(cls=RayAddress)(tune)
 app.command()(warm)
 
 

@@ -139,6 +139,13 @@ def parse_trial(
         values = parse_json(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise InvalidRecord(f"expected UTF-8, found {error.reason}") from None
+    return parse_trial_values(values, kernel, only)
+
+
+def parse_trial_values(
+    values: Fields, kernel: Kernel, only: Conditions | None = None
+) -> tuple[Trial, Conditions] | None:
+    """Parse a line that is decoded, as `parse_trial` does."""
     with naming_newer(values):
         return _parsed(values, kernel, only)
 

@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tilegen.disk import cannot_write, log
 from tilegen.environment import current
@@ -21,6 +21,18 @@ from tilegen.store.places import Location, locations, read_trials
 from tilegen.store.record import OtherSchema
 from tilegen.store.trials import Conditions, Trial, parse_trial, trial_line, trials_path
 from tilegen.tuning.measure import one_line
+
+
+class Log(Protocol):
+    """Where the trials of a kernel are kept."""
+
+    def read(self) -> dict[TileConfig, Trial]:
+        """Return the trials so far under the present conditions."""
+        ...
+
+    def append(self, trial: Trial) -> None:
+        """Keep a trial."""
+        ...
 
 
 class TrialLog:
@@ -103,8 +115,8 @@ def alone(
     """Keep other processes from tuning the same kernel and problem during the block, so that each
     timing is taken once.
 
-    A thread may nest such blocks. Raises Unsupported if another process tunes for longer than
-    `seconds`, or if the local cache cannot be written.
+    A thread may nest such blocks. Raises Locked if another process tunes for longer than `seconds`,
+    and Unsupported if the local cache cannot be written.
     """
     path, tuned = trials_path(gpu, kernel, problem), f"{kernel} for '{problem.bucket}'"
     lock = inside(current().cache_dir, path.with_name(f".{path.name}.lock"))
@@ -112,6 +124,8 @@ def alone(
         try:
             held.enter_context(locked(lock, 0, f"to tune {tuned}"))
         except Locked:
+            if not seconds:
+                raise
             log.info("another process tunes %s; waiting for what it finds", tuned)
             held.enter_context(locked(lock, seconds, f"to tune {tuned}"))
         yield

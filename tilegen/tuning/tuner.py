@@ -31,7 +31,7 @@ from tilegen.tuning.bench import Ahead, Bench, CheckConfig, CompileAll, Measure,
 from tilegen.tuning.measure import DeviceLost, Measurement, tie_limit
 from tilegen.tuning.report import Report, describe
 from tilegen.tuning.search import Search
-from tilegen.tuning.trials import alone, trials_of
+from tilegen.tuning.trials import Log, alone, trials_of
 
 if TYPE_CHECKING:
     from tilegen.model.estimate import Candidate
@@ -44,6 +44,8 @@ BATCH = 4
 Larger batches would keep more cores busy, but their configs are chosen before the configs ahead are
 measured. On recorded timings, batches of 16 searched no better than chance.
 """
+CPU_SECONDS = 20.0
+"""Time to tune a kernel on a processor, unless a budget says otherwise [s]."""
 SAMPLER_SEED = 0
 PATIENCE = 4.0
 """Longest wait for another process that tunes, as a multiple of the budget: besides measuring, that
@@ -63,6 +65,7 @@ def tune(
     space: Sequence[TileConfig] | None = None,
     progress: bool | None = None,
     command: str | None = None,
+    log: Log | None = None,
 ) -> TuningRecord:
     """Tune a kernel: measure configs, save the record of the best in the local cache, return it.
 
@@ -75,7 +78,7 @@ def tune(
     default to those of `bench`, by default the local device's; if `measure` is given, `compile` and
     `check` default to None and are left out. On a processor the winner must beat the choice without
     tuning in a second run, or that choice is recorded. `progress` draws a progress bar; by default
-    there is a bar on a terminal.
+    there is a bar on a terminal. With a `log` of the caller's nothing is written here.
 
     Raises Unsupported without the task's device, NoRecord if no config runs, WrongResult if the
     kernel cannot be checked, and DeviceLost if a launch breaks the CUDA context. The best config so
@@ -101,15 +104,19 @@ def tune(
     total = len(space) if trials is None else min(trials, len(space))
     command = command or _command(task, trials, seconds)
     # Wait for another process that tunes the same, whose trials this process then reads.
-    alone_with = alone(task.device.name, task.kernel, task.problem)
-    with alone_with, pool, Report(task.kernel, total, enabled=progress) as report:
-        run = _Run(task, bench, space, candidates, report)
+    alone_with = alone(task.device.name, task.kernel, task.problem) if log is None else None
+    with (
+        alone_with or contextlib.nullcontext(),
+        pool,
+        Report(task.kernel, total, enabled=progress) as report,
+    ):
+        run = _Run(task, bench, space, candidates, report, log)
         try:
             run.go(total, math.inf if seconds is None else seconds)
         except (KeyboardInterrupt, DeviceLost) as stop:
             why = "interrupted" if isinstance(stop, KeyboardInterrupt) else str(stop)
             kept = "none of them ran"
-            if run.winner is not None:
+            if run.winner is not None and log is None:
                 kept = f"the best so far is in {save(run.record(run.winner, command)).file}"
             report.say(
                 f"{why}; {len(run.trials)} trials are kept, {kept}; to go on from here: {command}"
@@ -123,8 +130,9 @@ def tune(
                 f"type this again: {command}"
             )
         record = run.record(run.winner, command)
-        saved = save(record)
-        report.say(f"{saved.file} {'written' if saved.wins else 'not won'}: {saved.reason}")
+        if log is None:
+            saved = save(record)
+            report.say(f"{saved.file} {'written' if saved.wins else 'not won'}: {saved.reason}")
         for configs in of_one_binary(run.trials.values()):
             report.say(one_binary_line(configs))
         report.say(f"{record.config!r}  # {describe(record)}")
@@ -155,6 +163,7 @@ class _Run:
         space: Sequence[TileConfig],
         candidates: Sequence[Candidate],
         report: Report,
+        log: Log | None = None,
     ) -> None:
         kernel, problem, gpu = task.kernel, task.problem, task.device
         self.kernel, self.problem, self.gpu = kernel, problem, gpu
@@ -164,7 +173,7 @@ class _Run:
         self.versions: Versions = versions_for(gpu)
         self.template_digest = template_digest(kernel)
         conditions = Conditions.of(problem, gpu, self.versions, self.template_digest)
-        self.log = trials_of(gpu.name, kernel, problem, conditions)
+        self.log = log or trials_of(gpu.name, kernel, problem, conditions)
         # Earlier versions may have tried configs that are not in this version's space.
         legal = set(space)
         known = {config: trial for config, trial in self.log.read().items() if config in legal}

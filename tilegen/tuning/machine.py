@@ -1,4 +1,4 @@
-"""The machine that a worker measures on: the local GPU, or recordings of timings."""
+"""The machine that jobs are measured on: the local device, or recordings of timings."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tilegen.choose.ranker import search_space
 from tilegen.compiling.workers import Pool
 from tilegen.devices import device_named
 from tilegen.errors import InvalidRecord, TilegenError, Unsupported
-from tilegen.fleet.jobs import Job
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.problem import AttentionProblem
 from tilegen.store.fields import parse_json
 from tilegen.store.record import MAX_SECONDS, kernel_of, measurement_from
 from tilegen.tuning.bench import Bench, as_tuned, real_bench
+from tilegen.tuning.jobs import Job
 from tilegen.tuning.measure import Measurement
 
 MAX_NAMED = 8
@@ -38,7 +38,7 @@ class Machine(Protocol):
 
 
 class RealMachine:
-    """The local GPU, and a pool of processes that compile."""
+    """The local device, and a pool of processes that compile."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
