@@ -23,7 +23,7 @@ from tilegen.compiling.compiler import compile_for
 from tilegen.emit.render import render
 from tilegen.environment import settings
 from tilegen.errors import Unsupported
-from tilegen.explaining.explanation import explain_all
+from tilegen.explaining.explained import ExplainedPass
 from tilegen.gpus.spec import gpu
 from tilegen.kernels import passes
 from tilegen.kernels.config import TileConfig
@@ -199,13 +199,11 @@ def test_each_family_launches_its_kernels() -> None:
 
 
 def test_explain_names_the_reasons() -> None:
-    told = explain_all(LLAMA, H200, ("bwd_dq",), by_model=True)[0].pass_
-    assert told is not None
-    assert "TILEGEN_HOPPER=1" in told.left_out["hopper_two_pass"]
+    left_out = ExplainedPass("backward", LLAMA, H200).left_out
+    assert "TILEGEN_HOPPER=1" in left_out["hopper_two_pass"]
     narrow = AttentionProblem.parse("hq8 q1024 d96 bf16 causal")
-    told = explain_all(narrow, H200, ("bwd_dq",), by_model=True)[0].pass_
-    assert told is not None
-    assert "serves head dims 64/64, 128/128, not 96/96" in told.left_out["hopper_dkdv"]
+    left_out = ExplainedPass("backward", narrow, H200).left_out
+    assert "serves head dims 64/64, 128/128, not 96/96" in left_out["hopper_dkdv"]
 
 
 def test_bundles_leave_it_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
