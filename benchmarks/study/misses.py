@@ -179,7 +179,7 @@ def _formulas(point: Point, problem: AttentionProblem) -> dict[str, Any]:
     from tilegen.model.mask_size import size_of
     from tilegen.model.symbols import Z_A, Z_AX, Z_S, Z_X, M, N, P, Z, d
     from tilegen.task import PassTask
-    from tilegen.theory.regimes import worst_case_over_instances
+    from tilegen.theory.regimes import complexity, worst_case_over_instances
 
     seqlen, dim, words = point.seqlen, point.head_dim, 256 * point.memory_kb
     # The device gives only M and P, which are replaced.
@@ -188,7 +188,7 @@ def _formulas(point: Point, problem: AttentionProblem) -> dict[str, Any]:
     each = [bound.subs(values) for bound in bounds.bounds_of(point.direction).values()]
     best: float | None = None
     if point.mask == "full":
-        theorem = bounds.complexity(point.direction).subs({N: seqlen, d: dim, M: words})
+        theorem = complexity(point.direction).subs({N: seqlen, d: dim, M: words})
         ideal = closed.ideal_large if point.schedule == "large" else closed.ideal_small
         best = WORD * seqlen**2 * ideal(point.direction, words, dim, WORD)
     else:

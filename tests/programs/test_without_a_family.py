@@ -27,9 +27,10 @@ KERNELS = {
     "one_pass": {"bwd_one_pass"},
 }
 """The kernels that no other module's families have."""
+HOPPER = "hopper_two_pass", "hopper_dkdv", "hopper_dq"
 LEFT = {
-    "split_backward": ("two_pass", "small_cache", "one_pass"),
-    "one_pass": ("two_pass", "split_dkdv", "split_dq", "split_backward", "small_cache"),
+    "split_backward": ("two_pass", *HOPPER, "small_cache", "one_pass"),
+    "one_pass": ("two_pass", *HOPPER, "split_dkdv", "split_dq", "split_backward", "small_cache"),
 }
 
 SCRIPT = """
