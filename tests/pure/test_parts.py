@@ -8,13 +8,16 @@ from collections import Counter
 
 import pytest
 
-from tests.records import H200, PROBLEM
+from tests.records import H200, PROBLEM, record
 from tests.replay import candidate, said
 from tilegen.choose.ranker import search_space
+from tilegen.errors import InvalidRecord
 from tilegen.kernels.config import TileConfig
-from tilegen.store.trials import Trial
+from tilegen.problem import AttentionProblem
+from tilegen.store.trials import Trial, trial_line
 from tilegen.tuning.campaign import Budget, Standing
 from tilegen.tuning.jobs import Job
+from tilegen.tuning.on_ray import record_of, trial_of
 from tilegen.tuning.parts import LEAST_PART, Work, next_part
 
 JOB = Job(gpu=H200, kernel="fwd", problem=PROBLEM)
@@ -106,3 +109,35 @@ def test_the_second_loss_is_the_last(config: TileConfig | None) -> None:
     job = work()
     assert not job.is_to_blame(config)
     assert job.is_to_blame(config)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"gpu": "a100", "arch": "sm_80"},
+        {"kernel": "bwd_dq"},
+        {"problem": AttentionProblem.parse("b4 hq32 hkv8 q64 kv64 d128 bf16 full")},
+        {"us": 0.1},
+    ],
+    ids=str,
+)
+def test_a_node_cannot_send_records_of_other_jobs_or_impossible_times(
+    changes: dict[str, object],
+) -> None:
+    assert record_of(JOB, record().to_json()) == record()
+    with pytest.raises(InvalidRecord):
+        record_of(JOB, record(**changes).to_json())
+
+
+def test_a_node_cannot_send_impossible_trials() -> None:
+    (config, *_) = TIMES
+    for us, is_credible in ((TIMES[config], True), (0.1, False)):
+        trial = Trial(config=config, measurement=said(us, 0.005), seconds=1.0)
+        sent = trial_line(trial, JOB.conditions)
+        if is_credible:
+            assert trial_of(JOB, sent).measurement == trial.measurement
+        else:
+            with pytest.raises(InvalidRecord, match="median_us must be at least"):
+                trial_of(JOB, sent)
+    with pytest.raises(InvalidRecord):
+        trial_of(JOB, {"config": "m64"})

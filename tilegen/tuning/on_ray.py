@@ -308,17 +308,12 @@ class Cluster:
             task.begun = TileConfig.parse(value)
             log.debug("node %s: %s begins %s", task.node.id[:8], job, value)
         elif kind == on_node.TRIAL:
-            parsed = parse_trial_values(Fields(value), job.kernel, job.conditions)
-            if parsed is None:
-                raise InvalidRecord(f"expected a trial under {job.conditions}")
-            trial = parsed[0]
-            if reason := why_not_credible(trial.measurement, job.problem, job.gpu.name, job.kernel):
-                raise InvalidRecord(reason)
+            trial = trial_of(job, value)
             self._measured += trial.config not in work.standing.trials
             self._add(work, trial)
             task.begun = None
         elif kind == on_node.RECORD:
-            record = TuningRecord.from_json(value)
+            record = record_of(job, value)
             save(record)
             work.standing = replace(work.standing, record=record)
         elif kind == on_node.REFUSED:
@@ -376,3 +371,26 @@ class Cluster:
         for device, works in self._works.items():
             running = sum(task.node.device.name == device for task in self._tasks.values())
             log.info("%s: %s", device, progress(works, self.devices.count(device), running))
+
+
+def trial_of(job: Job, sent: Any) -> Trial:
+    """Parse a trial that a node has sent for a job. Raises InvalidRecord for anything else, and for
+    impossible times."""
+    parsed = parse_trial_values(Fields(sent), job.kernel, job.conditions)
+    if parsed is None:
+        raise InvalidRecord(f"expected a trial under {job.conditions}")
+    if reason := why_not_credible(parsed[0].measurement, job.problem, job.gpu.name, job.kernel):
+        raise InvalidRecord(reason)
+    return parsed[0]
+
+
+def record_of(job: Job, sent: str) -> TuningRecord:
+    """Parse a record that a node has sent for a job. Raises InvalidRecord for a record of another
+    kernel, problem or device, and for impossible times."""
+    record = TuningRecord.from_json(sent)
+    key = record.gpu, record.kernel, record.problem
+    if key != (job.gpu.name, job.kernel, job.problem.rounded):
+        raise InvalidRecord(f"expected a record of {job}, got {' '.join(map(str, key))}")
+    if reason := why_not_credible(record.measurement, record.problem, record.gpu, record.kernel):
+        raise InvalidRecord(reason)
+    return record
