@@ -70,8 +70,9 @@ class Nodes:
         number = len(self._nodes)
         own = cache or self.folder / f"node-{number}"
         port = self.address.partition(":")[2]
-        where = ["--head", f"--port={port}", f"--ray-client-server-port={free_port()}"]
-        where += ["--include-dashboard=false"]
+        where = ["--head", f"--port={port}", "--include-dashboard=false"]
+        if find_spec("grpc"):  # without it Ray has no server for clients, which needs a port
+            where.append(f"--ray-client-server-port={free_port()}")
         where = where if number == 0 else [f"--address={self.address}"]
         options = [
             *where,
