@@ -158,7 +158,7 @@ class Driver:
 
     @property
     def said(self) -> str:
-        """What it has logged so far."""
+        """The text that the driver has logged so far."""
         return self._log.read_text(encoding="utf-8")
 
     def wait_for(self, text: str, times: int = 1) -> None:

@@ -26,7 +26,7 @@ _ORDERS = {"slt": (True, True), "sle": (True, False), "sgt": (False, True), "sge
 
 
 Kept = Literal["columns", "steps"]
-"""What counts: the columns of a product that are read, or the steps of its sums that are not 0."""
+"""The part of a product that counts: columns that are read, or steps of sums that are not 0."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Ranges:
 
 
 def _mask_of_result(result: Value) -> Value | None:
-    """Return a mask outside of which no operation reads a product, or multiplies it by 0 alone."""
+    """Return a mask outside of which a product is not read, or is only multiplied by 0."""
     known: dict[Value, list[Value]] = {}
 
     def masks(value: Value) -> list[Value]:

@@ -52,7 +52,7 @@ class Budget:
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:
-    """How far a job is."""
+    """A job with its trials, its record and its budget so far."""
 
     job: Job
     configs: list[TileConfig]
@@ -128,7 +128,7 @@ class Standing:
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What a run did."""
+    """The results of a run: records, and the jobs that are left or were skipped."""
 
     measured: int = 0
     """Number of configs measured in this run."""

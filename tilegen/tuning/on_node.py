@@ -1,5 +1,7 @@
-"""What Ray runs on a node: it names the device, and measures parts of jobs. Nothing is stored here:
-each trial goes to the driver as soon as it is taken."""
+"""Name the device of a Ray node, and measure parts of jobs on it.
+
+Nothing is stored on the node: each trial goes to the driver as soon as it is taken.
+"""
 
 from __future__ import annotations
 
