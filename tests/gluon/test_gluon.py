@@ -56,9 +56,9 @@ def test_full_tiles_spill_nothing_and_hide_exponentials(text: str) -> None:
     assert step is not None
     assert (built.rendered.config.num_warps, step.local) == (warps, 0)
     assert step.exposed_exponentials == 0
-    # Four schedulers. The ptxas of another Triton orders a few instructions otherwise; a product
-    # without a softmax beside it would expose several times as many.
-    assert step.exposed / 4 <= 1.08 * exposed
+    # Four schedulers. The ptxas of another Triton orders some instructions otherwise, 1 % of the
+    # tensor cores' clocks; a product without a softmax beside it exposes many times as many.
+    assert step.exposed / 4 <= exposed + tensor / 50
     assert step.multiply_adds / 2048 == tensor  # multiply-adds of an SM's tensor cores in a clock
     assert not step.serialized
     for loop in loops_of_steps(built, step):
