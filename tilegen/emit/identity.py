@@ -78,7 +78,7 @@ def kernel_digest(
 
 def digest_of_kind(kind: str, config: TileConfig, kernel: Kernel, aligned: bool) -> str:
     """Return the digest of a kernel for all problems with this representative's notation."""
-    request = [kind, config.key, kernel, aligned, _generator_digest()]
+    request = [kind, config.key, kernel, aligned, generator_digest()]
     if KERNELS[kernel].folder:  # its templates are not in tilegen's folder
         request.append(template_digest(kernel))
     return hashlib.sha256(json.dumps(request).encode()).hexdigest()[:16]
@@ -141,7 +141,7 @@ def is_aligned(tensor: torch.Tensor) -> bool:
 
 
 @lru_cache(maxsize=1)
-def _generator_digest() -> str:
+def generator_digest() -> str:
     """Hash the templates and the modules that fill them in."""
     package = Path(__file__).parents[1]
     sources = list(resources.data_dir("templates").rglob("*.jinja"))
