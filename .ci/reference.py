@@ -21,9 +21,9 @@ PAGES = ("tilegen", r"!tilegen\..+", "tilegen.errors")
 """The package's names and its errors; the modules behind them are no interface."""
 
 
-def undocumented(found: Class | Module) -> Iterator[str]:
+def undocumented(owner: Class | Module) -> Iterator[str]:
     """Yield the public names below a class or a module that have no docstring."""
-    for name, member in found.members.items():
+    for name, member in owner.members.items():
         if name.startswith("_") or _is_of_another(member):
             continue
         if not member.docstring.strip():
