@@ -39,7 +39,7 @@ from tilegen.environment import reread
 TESTS = Path(__file__).parent
 MOST_WORKERS = 8
 """Each holds PyTorch and SymPy, half a gigabyte; the slowest tests would not end any sooner."""
-SHARES = {"sampled": 10, "slow": 3}
+SHARES = {"sampled": 10, "slow": 5}
 """One in this many of the tests with a marker runs."""
 SLOW = ("compile_only", "compiled", "traced")
 """Folders of slow tests, with long lists of cases."""
@@ -75,7 +75,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all",
         action="store_true",
-        help="run all cases of long lists and all slow tests, not a third or a tenth of them",
+        help="run all cases of long lists and all slow tests, not a fifth or a tenth of them",
     )
 
 
@@ -143,8 +143,8 @@ def _sample(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep some of the tests of long lists, others for each commit, unless tests are named.
 
     Of those marked `sampled` a tenth: they break the code, or vary one thing, and most faults turn
-    many of them red. Of those marked `slow` a third: they are one in twenty, and take more time
-    than all others. Of the slow folders a third of each list (see `_beyond`).
+    many of them red. Of those marked `slow` a fifth: they are one in fourteen, and take two thirds
+    of the time. Of the slow folders a fifth of each list (see `_beyond`).
     """
     keyword = config.option.keyword
     named = any("::" in arg for arg in config.args) or (keyword and not keyword.startswith("not "))
@@ -170,7 +170,7 @@ def _sample(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def _beyond(cases: list[Any]) -> list[Any]:
-    """Return the cases of a test that are left out: of more than FEW all but a third, and all but
+    """Return the cases of a test that are left out: of more than FEW all but a fifth, and all but
     those that have the first of a parameter's values, if there are several parameters."""
     several = sum(1 for _ in cases[0].iter_markers("parametrize")) > 1
     seen: set[tuple[str, int]] = set()
@@ -181,7 +181,7 @@ def _beyond(cases: list[Any]) -> list[Any]:
         if values <= seen:
             repeated.append(case)
         seen |= values
-    least = max(FEW, -(-len(cases) // 3))
+    least = max(FEW, -(-len(cases) // SHARES["slow"]))
     return repeated[max(0, least - (len(cases) - len(repeated))) :]
 
 

@@ -361,6 +361,7 @@ def test_starting_over_repeats_the_command_for_the_time_that_is_left(
     assert 9 < float(minutes.removeprefix("--minutes=")) <= 10
 
 
+@pytest.mark.slow
 def test_hot_path_benchmark_leaves_attention_as_it_was() -> None:
     q = torch.ones(1, 8, 128, 64)
     with as_on_a_gpu(notes=True) as driver:

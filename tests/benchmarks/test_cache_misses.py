@@ -34,6 +34,7 @@ needs_valgrind = pytest.mark.skipif(
 needs_cc = pytest.mark.skipif(bool(replay.missing()), reason="cc or objcopy is not installed")
 
 
+@pytest.mark.slow
 @needs_valgrind
 @needs_cc
 def test_a_small_point_misses_the_words_of_the_schedule() -> None:
@@ -51,6 +52,7 @@ def test_a_small_point_misses_the_words_of_the_schedule() -> None:
     assert columns["lower_bound_bytes"] <= columns["counted_bytes"]
 
 
+@pytest.mark.slow
 @needs_valgrind
 @needs_cc
 def test_no_input_is_in_the_cache_before_the_launch() -> None:

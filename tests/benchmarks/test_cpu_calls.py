@@ -24,6 +24,7 @@ def _one_small_case(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_calls, "peak_gflops", lambda _: 100.0)
 
 
+@pytest.mark.slow
 def test_rows_of_a_case_and_a_run_that_goes_on(tmp_path: Path) -> None:
     before = torch.get_num_threads()
     out = tmp_path / "calls.csv"

@@ -18,6 +18,7 @@ from tilegen.kernels.config import TileConfig
 from tilegen.kernels.registry import KERNELS
 
 
+@pytest.mark.slow
 def test_all_jobs_can_be_rendered_and_check_before_they_time() -> None:
     every = list(jobs())
     assert len(every) == len(set(every)) > 70

@@ -60,6 +60,7 @@ def recorded(case: Case, *, wire: float = 1.0, dram: float = 1.0, extra: str = "
     return "\n".join(lines)
 
 
+@pytest.mark.slow
 def test_every_experiment_has_cases_and_each_survives_its_command_line() -> None:
     todo = experiments.cases(H200)
     assert {case.experiment for case in todo} == set(EXPERIMENTS)
@@ -72,6 +73,7 @@ def test_every_experiment_has_cases_and_each_survives_its_command_line() -> None
     assert {case.experiment for case in experiments.cases(H200, ["E6", "E7"])} == {"E6", "E7"}
 
 
+@pytest.mark.slow
 def test_capped_shared_memory_caps_the_tiles() -> None:
     todo = [case for case in experiments.cases(H200, ["E5"]) if "d=256" in case.group]
     small, large = (

@@ -50,6 +50,7 @@ def test_the_gallery_shows_the_pairs_of_each_mask() -> None:
         assert torch.equal(grey, (visited & ~kept).int())
 
 
+@pytest.mark.slow
 def test_comparisons_are_read_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     cell = Cell(attention="tilegen", seconds=1e-3, peak_bytes=2**20, counted_bytes=2**20)

@@ -115,6 +115,7 @@ def made_up(length: int) -> Sweep:
         return replace(empty, seconds=dict(judge.predictions(empty)))
 
 
+@pytest.mark.slow
 def test_known_constants_are_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sweep, "noise", 0.0)
     lengths = (1024, 2048, 4096)

@@ -57,6 +57,7 @@ class Sleeps:
         time.sleep(600)
 
 
+@pytest.mark.slow
 def test_a_worker_ends_with_its_parent_whatever_it_does(tmp_path: Path) -> None:
     path = tmp_path / "pid"
     code = (

@@ -263,6 +263,7 @@ def made_up() -> Recording:
     return synthetic.make("synthetic: good model", SMALL, H200, "fwd")
 
 
+@pytest.mark.slow
 def test_strategies_measure_their_configs(made_up: Recording) -> None:
     ranked = tuner_quality.ranking(made_up)
     best_first = [candidate.config for candidate in ranked]
@@ -290,6 +291,7 @@ def test_synthetic_recordings_are_reproducible_and_marked(
     assert other.trials != made_up.trials
 
 
+@pytest.mark.slow
 def test_the_worse_the_made_up_model_the_lower_its_rank_correlation() -> None:
     problem = AttentionProblem.parse("b1 hq32 hkv8 q8192 d128 bf16 causal")
     results = []

@@ -92,6 +92,7 @@ def test_the_same_request_gives_the_same_bytes_anywhere(
     assert digests(tmp_path / "a") == digests(tmp_path / "b")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("shared_compiler", "small_tiles")
 def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:
     script = """
@@ -222,6 +223,7 @@ def test_the_first_that_fits_is_taken() -> None:
         first_that_fits([failed, large], spec)
 
 
+@pytest.mark.slow
 def test_a_compiler_that_dies_is_a_value_and_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Aborts inside LLVM end the process; the kernels after it still compile."""
     rendered = render(PROBLEM, TileConfig(block_m=16, block_n=16))

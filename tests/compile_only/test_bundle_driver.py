@@ -108,6 +108,7 @@ def test_the_example_launches_by_the_manifest(
     _check_launch(launch, binary)
 
 
+@pytest.mark.slow
 def test_the_example_notices_wrong_results(
     example: Path, stand_in: Path, bundle: Path, tmp_path: Path
 ) -> None:
@@ -288,6 +289,7 @@ thread.join()
 """
 
 
+@pytest.mark.slow
 def test_a_served_kernel_is_launched_on_any_thread(
     stand_in: Path, bundle: Path, tmp_path: Path
 ) -> None:

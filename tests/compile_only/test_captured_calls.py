@@ -99,6 +99,7 @@ def test_a_call_may_be_captured(name: str) -> None:
     check(lambda: tilegen.attention(q, k, k, **changes))
 
 
+@pytest.mark.slow
 def test_packed_sequences_may_be_captured() -> None:
     x = torch.zeros(LENGTH, 4, 16, dtype=torch.bfloat16, requires_grad=True)
     starts = torch.tensor([0, 20, LENGTH], dtype=torch.int32)

@@ -63,6 +63,7 @@ def test_split_and_padded_head_dims(text: str) -> None:
     assert all(isinstance(outcome, CompiledKernel) for outcome in outcomes.values()), outcomes
 
 
+@pytest.mark.slow
 def test_aligned_kernels_load_16_bytes_at_once() -> None:
     """The stride unit is what lets the compiler see it; the unaligned kernel cannot."""
     widest = {}
@@ -80,6 +81,7 @@ def test_aligned_kernels_load_16_bytes_at_once() -> None:
     assert widest == {True: True, False: False}
 
 
+@pytest.mark.slow
 def test_tensor_cores_are_used() -> None:
     for arch, instruction in ((80, "mma.sync"), (90, "wgmma"), (100, "tcgen05.mma")):
         rendered = render(PROBLEM, CONFIG, "fwd")

@@ -139,6 +139,7 @@ def test_no_length_recompiles(kernel: Kernel) -> None:
     assert len(getattr(module, rendered.function).device_caches[0][0]) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kernel, text",
     [

@@ -56,6 +56,7 @@ def test_a_timing_carries_the_digest_of_the_binary_that_was_launched() -> None:
     assert results[0] != results[1]
 
 
+@pytest.mark.slow
 def test_a_call_has_the_digests_of_its_kernels_in_order() -> None:
     q = torch.zeros(1, 2, 32, 16, dtype=torch.bfloat16, requires_grad=True)
 

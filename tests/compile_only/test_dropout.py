@@ -40,6 +40,7 @@ def test_drawing_takes_no_shared_memory(kernel: Kernel, arch: str) -> None:
     assert dropping.reported.shared_bytes == plain.reported.shared_bytes
 
 
+@pytest.mark.slow
 def test_calls_with_other_seeds_and_probabilities_launch_the_same_binary() -> None:
     q = torch.zeros(1, 2, 32, 16, dtype=torch.bfloat16, requires_grad=True)
     with as_on_a_gpu(notes=True) as driver:

@@ -21,6 +21,7 @@ def test_the_programs_of_first_results_are_python(provider: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_first_result_is_timed_in_a_process_of_its_own() -> None:
     code = first_result.PREPARE + first_result.PROVIDERS["sdpa"] + first_result.FINISH
     code = code.replace('"cuda"', '"cpu"').replace("torch.cuda.synchronize()", "")

@@ -56,6 +56,7 @@ FIRST: dict[str, dict[Kernel, str]] = {
 """Problems whose proposals are compiled."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 def test_one_of_the_first_proposals_may_be_used(arch: str) -> None:
     """And takes as much shared memory as predicted; so do those of test_machine_code, which says
@@ -139,6 +140,7 @@ def test_the_register_fit_hides_few_usable_kernels(arch: str) -> None:
     assert np.mean([needs.spill_bytes > 0 for needs in usable]) < 0.4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page, tile", [(16, "m2h8n64k1024w4s3"), (64, "m2h8n32k1024w4s4")])
 @pytest.mark.parametrize("mode", ["", "invariant "])
 def test_tiles_in_pages_are_loaded_as_far_ahead_as_others(page: int, tile: str, mode: str) -> None:

@@ -104,6 +104,7 @@ def missing(*_: Any) -> Any:
     raise AttributeError("no such attribute")
 
 
+@pytest.mark.slow
 def test_calls_of_all_lengths_launch_as_by_the_run_of_the_file(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -91,6 +91,7 @@ def test_shared_memory_traffic_equals_the_model(arch: str, kernel: str, config: 
     assert 0.8 < predicted / clocks_as_compiled(code, spec).smem <= 1.0
 
 
+@pytest.mark.slow
 def test_amd_is_counted() -> None:
     problem, tile = PARSE("hq4 hkv1 q4096 d64 fp16 causal"), TileConfig.parse("m64n64w4s1")
     built = compile_for(render(problem, tile, "fwd"), "gfx942")
@@ -103,6 +104,7 @@ def test_amd_is_counted() -> None:
     assert built.resources.step_code is None
 
 
+@pytest.mark.slow
 def test_kernels_of_another_tile_are_not_taken_for_it() -> None:
     problem, tile = PARSE(KERNELS[0][0]), TileConfig.parse("m128n64w8s2")
     built = compile_for(render(problem, tile, "fwd"), "sm_90")
@@ -191,6 +193,7 @@ def told(problem: AttentionProblem, built: CompiledKernel) -> str:
     )
 
 
+@pytest.mark.slow
 def test_clocks_of_a_tile_with_the_rows_of_several_heads_are_those_of_its_scores() -> None:
     problem = "b1 hq8 hkv1 q64 kv8192 d128 bf16 full"
 
@@ -216,6 +219,7 @@ def test_traps_are_not_chosen() -> None:
     assert chosen.config == good
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_result_of_the_function() -> None:
     text, kernel, config = KERNELS[1]
     asked = "explain", text, "--gpu", "h200", "--kernel", kernel, "--config", config, "--static"

@@ -122,6 +122,7 @@ def test_lists_leave_tiles_as_far_ahead(kernel: Kernel, text: str, config: str) 
     assert shared[0] <= shared[1] <= shared[0] + 64 * 64
 
 
+@pytest.mark.slow
 def test_kernels_of_a_mask_that_keeps_nothing_compile() -> None:
     nothing = causal() & predicate(lambda b, h, q, k: False)
     kernels = [rendered(kernel, nothing) for kernel in (*WHOLE, *SLICES)]

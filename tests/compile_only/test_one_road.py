@@ -47,6 +47,7 @@ def steps(call: Callable[[], object]) -> tuple[list[CodeType], list[str]]:
     return entered, called
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["paged", "paged, packed queries"])
 def test_a_paged_call_takes_the_road_of_a_plain_call(name: str) -> None:
     with as_on_a_gpu(), torch.no_grad():

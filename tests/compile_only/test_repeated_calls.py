@@ -97,6 +97,7 @@ def test_lengths_of_each_dtype_have_a_kernel_that_differs_in_its_load(
     assert narrow.count("xi64>") == wide.count("xi64>") == converted.count("xi64>")
 
 
+@pytest.mark.slow
 def test_kernels_read_where_requests_lie_as_it_is_given() -> None:
     """In 32 and in 64 bits, without an operator that converts them."""
     q, pages = torch.zeros(3, 8, 1, 16, dtype=torch.bfloat16), torch.zeros(9, 16, 2, 16).bfloat16()

@@ -136,6 +136,7 @@ def test_a_paged_call_launches_the_same_whatever_was_called_before() -> None:
             assert launched(driver, *other) == expected[after], before
 
 
+@pytest.mark.slow
 def test_a_call_like_the_one_before_is_checked_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[object] = []
     real = PagedForm.of
@@ -158,6 +159,7 @@ def test_a_call_like_the_one_before_is_checked_no_more(monkeypatch: pytest.Monke
             assert len(checked) == 1, name
 
 
+@pytest.mark.slow
 def test_a_paged_call_by_the_run_of_the_file_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where Triton differs, its binder launches."""
 

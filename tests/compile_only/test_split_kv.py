@@ -50,6 +50,7 @@ def test_first_choices_compile_to_usable_kernels(
         assert TileConfig(**told["config"]) == joins.config
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     version("triton") != "3.7.1", reason="needs Triton 3.7.1, by which the table was made"
 )

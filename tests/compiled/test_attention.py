@@ -262,6 +262,7 @@ def small_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         yield loaded
 
 
+@pytest.mark.slow
 def test_small_cache_forward_backward_and_lse(small_cache: list[str]) -> None:
     q, k, v = (t.requires_grad_() for t in _inputs("b1 hq4 hkv2 q50 kv70 d48/32 fp32 full"))
     mask = tilegen.causal("bottom_right")

@@ -111,6 +111,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
         bundles.loaded.clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_bundle_agrees_with_the_reference(name: str, driver: Driver, tmp_path: Path) -> None:
     text, mask, score = CASES[name]
@@ -165,6 +166,7 @@ def test_a_pass_the_bundle_lacks_is_computed_as_without_it(driver: Driver, tmp_p
     assert driver.launched == ["fwd"]
 
 
+@pytest.mark.slow
 def test_a_bundle_is_given_lengths_in_32_bits(driver: Driver, tmp_path: Path) -> None:
     lengths = torch.tensor([70, 31])
     mask = tilegen.causal() & tilegen.kv_lengths(lengths)

@@ -281,6 +281,7 @@ def test_sinks_of_minus_infinity_where_nothing_is_kept() -> None:
     assert grads.isfinite().all()
 
 
+@pytest.mark.slow
 @pytest.mark.any_triton
 @pytest.mark.parametrize("mask", [None, tilegen.causal("bottom_right")], ids=str)
 def test_padded_batches(mask: Mask | None) -> None:

@@ -112,6 +112,7 @@ def test_a_bundle_agrees_with_the_reference(arch: str, dtype: str, tmp_path: Pat
         assert all(map(torch.equal, results(*leaves), ours))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("only_bundles")
 def test_a_trained_table_has_the_same_bits_for_any_threads(tmp_path: Path) -> None:
     table = torch.linspace(-1, 1, 4 * 61).reshape(4, 61).requires_grad_()
@@ -137,6 +138,7 @@ def test_a_trained_table_has_the_same_bits_for_any_threads(tmp_path: Path) -> No
     torch.testing.assert_close(results[0].double(), gradient, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("only_bundles")
 def test_pages_and_split_keys_come_from_a_bundle(tmp_path: Path) -> None:
     problem = AttentionProblem.parse("b3 hq4 hkv2 q2 kv48 d16 fp32 full page16")
@@ -178,6 +180,7 @@ print(tuple(tilegen.attention(torch.randn(2, 4, 70, 48), keys, keys).shape))
 """
 
 
+@pytest.mark.slow
 def test_serving_needs_no_llvm_no_triton_and_no_algebra(folder: Path) -> None:
     """PyTorch computes calls that the bundle lacks."""
     assert warm.output(SERVE, str(folder)).splitlines() == [
@@ -252,6 +255,7 @@ def test_an_undefined_symbol_is_an_error() -> None:
         shared_objects._linked(made.binary, PROCESSORS[BEST], linker, "f")
 
 
+@pytest.mark.slow
 def test_the_same_request_gives_the_same_bytes(folder: Path, tmp_path: Path) -> None:
     write_cpu_bundle([PROBLEM.format("fp32")], [BEST], tmp_path)
     files = [path.relative_to(folder) for path in folder.rglob("*.*")]
@@ -299,6 +303,7 @@ def test_another_processor_is_refused_before_anything_is_opened(
         on_cpu.opened(folder, binary, problem)
 
 
+@pytest.mark.slow
 def test_the_best_object_that_runs_here_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -383,6 +388,7 @@ def test_no_repository_of_kernels_is_made_of_objects(folder: Path, tmp_path: Pat
         hub.lay_out(folder, tmp_path)
 
 
+@pytest.mark.slow
 def test_bounds_are_checked_by_kernels_compiled_here(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

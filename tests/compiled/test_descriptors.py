@@ -53,6 +53,7 @@ def test_agrees_with_the_reference(text: str) -> None:
     require(verify(problem, SQUARE if problem.seqlen_q % 2 else WIDE))
 
 
+@pytest.mark.slow
 def test_heads_inside_rows() -> None:
     problem = AttentionProblem.parse("b2 hq4 hkv2 q50 kv70 d64 bf16 causal")
     inputs = make_inputs(problem, heads_inside=True)
@@ -60,6 +61,7 @@ def test_heads_inside_rows() -> None:
     require(check(kernels(problem), inputs, mask=problem.mask))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mask",
     [
@@ -75,6 +77,7 @@ def test_masks_that_read_tensors(mask: Mask) -> None:
     require(check(kernels(problem), make_inputs(problem), mask=mask))
 
 
+@pytest.mark.slow
 def test_scores_and_dropout() -> None:
     plain = AttentionProblem.parse("b1 hq2 hkv1 q75 kv75 d32 fp16 causal")
     score = alibi(torch.tensor([0.5, 0.25])).then(softcap(5.0))
@@ -108,6 +111,7 @@ def _with_bad_second_head(problem: AttentionProblem) -> tuple[Inputs, Inputs]:
     return clean, bad
 
 
+@pytest.mark.slow
 def test_a_tile_at_the_end_of_a_head_holds_nothing_of_the_next() -> None:
     """Not even where it is masked: 0 times NaN would be seen."""
     problem = AttentionProblem.parse("b1 hq2 hkv2 q45 kv45 d64 fp16 causal")
@@ -159,6 +163,7 @@ def test_a_launch_refuses_strides_of_zero_for_descriptors() -> None:
     assert torch.equal(out, launch(x.q, x.k, x.v, 0.1)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.any_triton
 def test_calls_of_all_strides(monkeypatch: pytest.MonkeyPatch) -> None:
     """Configs with descriptors, agreed on: expanded and odd tensors are loaded by addresses, and an

@@ -58,6 +58,7 @@ RICH = Problem(
 )
 
 
+@pytest.mark.slow
 def test_a_rich_problem_is_right() -> None:
     assert attempt(RICH).what == "right", attempt(RICH)
 
@@ -123,6 +124,7 @@ def test_calls_of_every_kind_are_right_and_found_where_they_are_broken(
     assert attempt(problem).what == "wrong", attempt(problem)
 
 
+@pytest.mark.slow
 def test_a_row_of_one_key_may_round_as_a_backward_rounds() -> None:
     """Its weight is 1, but a backward computes its score again, in another order of sums."""
     problem = Problem(
@@ -143,6 +145,7 @@ def test_a_row_of_one_key_may_round_as_a_backward_rounds() -> None:
     assert attempt(problem).what == "right", attempt(problem)
 
 
+@pytest.mark.slow
 def test_a_stale_table_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """In-place changes must be seen: here, the call's table stays stale."""
     kept = oracle.evaluate

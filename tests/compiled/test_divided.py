@@ -264,6 +264,7 @@ ONLY_IN_RESULTS = {
 """Mutations that leave all counts of splits as they are: a kernel is compiled for each count."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_mutation_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By counts, by results, or by addresses."""

@@ -49,6 +49,7 @@ def of_tiles(configs: Mapping[Kernel, TileConfig], m: int, n: int) -> dict[Kerne
     }
 
 
+@pytest.mark.slow
 @pytest.mark.any_triton
 @pytest.mark.parametrize(
     "family, m, n, p",
@@ -93,6 +94,7 @@ TEXTS = [
 IN_TURNS = ["small_cache", "streamed", "streamed", "small_cache"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family, text",
     [*(("whole_heads", text) for text in TEXTS), *zip(IN_TURNS, TEXTS, strict=True)],
@@ -101,6 +103,7 @@ def test_outputs_and_gradients_agree_with_the_reference(family: str, text: str) 
     require(verify(AttentionProblem.parse(text), FAMILIES[family]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", MASKS)
 def test_every_form_of_mask(mask: str) -> None:
     made, rows, columns = MASKS[mask]
@@ -134,6 +137,7 @@ CALLS: dict[str, tuple[dict[str, Any], list[torch.Tensor]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_drop_by_their_seed(name: str) -> None:
     options, read = CALLS[name]

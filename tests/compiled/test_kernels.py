@@ -63,6 +63,7 @@ def test_verify_and_calls_run_the_same_launch(
     assert not calls_agree(1)
 
 
+@pytest.mark.slow
 def test_unwritten_results_are_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     """In memory that holds the right result of an earlier launch it would look right."""
     problem = AttentionProblem.parse("b1 hq2 q64 d32 fp32 causal")
@@ -94,6 +95,7 @@ MASKS = [
 DTYPES = ["fp16", "bf16", "fp32"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", MASKS)
 def test_every_mask_at_every_kind_of_lengths(mask: str) -> None:
     """The dtypes in turn."""
@@ -168,6 +170,7 @@ def test_backward_is_deterministic() -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.slow
 def test_every_config_gives_the_same_result_class() -> None:
     """Tiles larger than the sequence, and sequences of one row."""
     for text in ("b1 hq1 hkv1 q1 kv1 d16 fp16 causal", "b1 hq1 hkv1 q3 kv200 d16 fp16 full"):
@@ -176,6 +179,7 @@ def test_every_config_gives_the_same_result_class() -> None:
             require(verify(problem, dict.fromkeys(LARGE_CACHE, config)))
 
 
+@pytest.mark.slow
 def test_a_mask_wider_than_the_sequence_is_no_mask() -> None:
     wide = AttentionProblem.parse("b1 hq1 hkv1 q50 kv50 d32 fp32 window(4095,4095)")
     inputs = make_inputs(wide)

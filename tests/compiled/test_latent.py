@@ -70,6 +70,7 @@ def test_descriptors(kernel: str, configs: dict[str, TileConfig]) -> None:
     require(check(kernels, make_inputs(problem), mask=problem.mask))
 
 
+@pytest.mark.slow
 def test_the_tuner_runs_and_checks_them() -> None:
     for text, configs in (CASES[0], CASES[4], CASES[7]):
         name = next(iter(configs))
@@ -147,6 +148,7 @@ def test_keys_that_are_copied_share_nothing() -> None:
     assert not any(one.latent for one in problems())
 
 
+@pytest.mark.slow
 def test_pages_of_keys_that_hold_values() -> None:
     plans.forget()
     generator = torch.Generator().manual_seed(0)

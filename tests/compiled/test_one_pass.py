@@ -253,6 +253,7 @@ def test_bytes_equal_the_model(mask: str) -> None:
         moves_what_the_model_says(problem, config)
 
 
+@pytest.mark.slow
 def test_bytes_of_lists_heads_and_seeds() -> None:
     problem = PARSE("b1 hq4 hkv2 q96 kv96 d16/32 fp16 full")
     config = TileConfig(block_m=16, block_n=16, split_kv=32)

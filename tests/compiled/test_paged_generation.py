@@ -9,6 +9,7 @@ from tests.paged_generation import Decoder, dense, served, served_by_trees
 PROMPTS = [[*range(1, 20)], [20, 5, 3], [7]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk, drafts", [(5, 3), (64, 0)])
 def test_prompts_in_chunks_and_drafts_that_are_verified(chunk: int, drafts: int) -> None:
     model = Decoder()
@@ -17,6 +18,7 @@ def test_prompts_in_chunks_and_drafts_that_are_verified(chunk: int, drafts: int)
     assert served(model, PROMPTS, 8, chunk=chunk, drafts=drafts) == expected
 
 
+@pytest.mark.slow
 def test_trees_of_drafts_that_are_verified() -> None:
     model = Decoder()
     expected = [dense(model, one, 8) for one in PROMPTS]

@@ -143,6 +143,7 @@ def test_half_precision_tables_get_half_precision_gradients() -> None:
     gradients_agree(leaves, lambda t: relative_bias(t[0]), "b2 hq2 hkv1 q40 kv70 d16 fp16 full")
 
 
+@pytest.mark.slow
 def test_only_the_table_is_trained() -> None:
     text = "b1 hq2 hkv1 q40 kv40 d16 fp32 full"
     gradients_agree([random(HEADS, 21)], lambda t: relative_bias(t[0]), text, trains_inputs=False)

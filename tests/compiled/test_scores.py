@@ -157,6 +157,7 @@ def test_scale_zero(family: str) -> None:
     agrees(alibi(SLOPES), causal(), FAMILIES[family], scale=0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 def test_random_scores(seed: int) -> None:
     tree = expression_trees.score(Random(seed), 3)
@@ -192,6 +193,7 @@ def test_length_no_multiple_of_128_with_a_score_and_a_mask(length: int) -> None:
     torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.any_triton
 def test_nothing_is_read_beyond_a_captured_tensor() -> None:
     """pytorch#172225: broadcast and short tensors, with NaN wherever a stray index would lead."""

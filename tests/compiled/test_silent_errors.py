@@ -127,6 +127,7 @@ FORMS: dict[str, Mask] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMS)
 def test_lengths_that_are_no_multiple_of_a_tile(name: str) -> None:
     for seqlen_q, seqlen_kv in ((1, 1), (1, 17), (15, 33), (33, 31), (64, 64)):
@@ -153,6 +154,7 @@ def test_a_mask_longer_than_the_sequence_is_cut(mask: Mask) -> None:
     torch.testing.assert_close(found(what)["out"], whole["out"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group, seqlen_q", [(3, 20), (5, 1), (7, 20)])
 def test_odd_group_sizes_with_a_mask_for_each_head(group: int, seqlen_q: int) -> None:
     heads = group
@@ -269,6 +271,7 @@ def test_lists_follow_a_layout_that_is_changed_in_place() -> None:
     agrees(problem(mask, 48, 48), ~before)
 
 
+@pytest.mark.slow
 def test_masked_values_cannot_leak() -> None:
     """Dropped keys may hold anything finite: in visited tiles, skipped tiles and beyond the end."""
     ids, mixed = [0] * 21 + [1] * 19, [i % 2 for i in range(40)]

@@ -64,6 +64,7 @@ LENGTHS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.any_triton
 @pytest.mark.parametrize("case", range(len(LENGTHS)))
 def test_any_number_of_queries_keys_and_splits(case: int) -> None:
@@ -75,6 +76,7 @@ def test_any_number_of_queries_keys_and_splits(case: int) -> None:
     agrees(problem, length=length, passes=16, rows=1 << turn)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head_dim", ["80", "192/128", "59"])
 def test_head_dims_padded_and_split(head_dim: str) -> None:
     problem = AttentionProblem.parse(f"b1 hq4 hkv2 q70 kv90 d{head_dim} bf16 window(60,0)")
@@ -115,11 +117,13 @@ def test_lengths_on_the_device() -> None:
     agrees(problem, mask=kv_lengths([0, 1, 33, 90]) & causal("bottom_right"))
 
 
+@pytest.mark.slow
 def test_splits_drop_the_same_weights() -> None:
     problem = AttentionProblem.parse("b2 hq4 hkv2 q60 kv50 d16 fp32 causal dropout")
     agrees(problem, dropout=Dropout(0.3, torch.tensor([1 << 40, 3])))
 
 
+@pytest.mark.slow
 def test_rows_and_columns_with_nothing_kept_get_exactly_nothing() -> None:
     """All splits of theirs are empty: sums of nothing, whatever is in the partial results."""
     problem = AttentionProblem.parse("b1 hq2 hkv1 q100 kv40 d32 bf16 causal(bottom_right)")
@@ -190,6 +194,7 @@ def test_bytes_equal_the_model(mask: str) -> None:
         moves_what_the_model_says(problem, configs)
 
 
+@pytest.mark.slow
 def test_bytes_of_lists_and_of_heads_that_differ() -> None:
     """Where heads visit different tiles, no program of dK and dV is left out."""
     problem = AttentionProblem.parse("b1 hq4 hkv2 q100 kv100 d16/32 fp16 full")

@@ -84,6 +84,7 @@ def test_deterministic_training_repeats_bit_for_bit() -> None:
         assert torch.equal(left, other)
 
 
+@pytest.mark.slow
 def test_a_seed_drops_the_same_weights_again() -> None:
     case = replace(SMALL, features=frozenset({"dropout"}))
     first, second = (Training(case, "tilegen", "cpu").steps(3) for _ in range(2))

@@ -23,6 +23,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_logits_and_gradients_are_those_of_eager_attention(case: str) -> None:
     name, given = CASES[case]

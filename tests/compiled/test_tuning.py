@@ -223,6 +223,7 @@ def test_a_call_borrows_from_another_processor(
     assert chosen()["fwd"] == (other, "record")
 
 
+@pytest.mark.slow
 def test_the_demonstration_tunes_once() -> None:
     lines: list[str] = []
     first = demonstrate(TEXT, lines.append, 0.01)

@@ -89,6 +89,7 @@ def test_gradients_of_what_is_trained_are_verified(name: str, family: str) -> No
     assert ("dsinks" in checks) == (name == "distances_and_sinks")
 
 
+@pytest.mark.slow
 def test_wrong_gradients_of_sinks_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """And held against the kernel that makes delta, from which they follow."""
     problem = problem_with(TRAINED["distances_and_sinks"], "q40 kv50 d16 fp32 full")
@@ -143,6 +144,7 @@ def test_verifying_does_not_depend_on_the_caller(mode: Callable[[], Any]) -> Non
         assert verify(problem, FAMILIES["whole_heads"]) == plain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["heads", "distances_and_sinks"])
 def test_a_call_that_tunes_takes_any_score(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

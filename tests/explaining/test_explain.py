@@ -416,6 +416,7 @@ def test_the_text_says_what_the_json_says(text: str) -> None:
     assert all(facts["direction"] == direction_of(facts["kernel"]) for facts in explained)
 
 
+@pytest.mark.slow
 def test_one_kernel_alone_is_explained_without_its_pass() -> None:
     shown = run(LARGE, "--gpu", "h200", "--kernel", "bwd_dq", "--all").splitlines()
     assert shown[1].startswith("kernel   bwd_dq ")
@@ -450,6 +451,7 @@ def test_json_is_finite_and_has_stable_keys() -> None:
         assert all(one["traffic"][name]["value"] > 0 for one in explained)
 
 
+@pytest.mark.slow
 def test_latex_has_every_formula_and_is_balanced() -> None:
     told = explanation(LARGE, ("fwd", "bwd_dkdv"))
     shown = told.latex()

@@ -48,6 +48,7 @@ def loops_of_steps(built: CompiledKernel, step: StepCode) -> list[LoopCode]:
     return [one for one in same if one.products]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", FORMS)
 def test_full_tiles_spill_nothing_and_hide_exponentials(text: str) -> None:
     warps, tensor, exposed = FORMS[text]

@@ -108,6 +108,7 @@ def test_shown_output_is_real(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == {0, 80, 120}
 
 
+@pytest.mark.slow
 def test_the_step_in_the_readme_is_emitted() -> None:
     (command,) = re.findall(r"`tilegen show \"(.*)\" --gpu h200` prints", README)
     shown = tilegen.show(command, "h200", kernel="fwd")

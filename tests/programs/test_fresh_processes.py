@@ -141,6 +141,7 @@ def test_without_a_gpu_kernels_compiled_for_the_cpu_answer() -> None:
     require(checks)
 
 
+@pytest.mark.slow
 def test_scores_that_read_tensors_are_verified() -> None:
     """Typical tensors stand for those of a call."""
     problem = "hq2 hkv1 q20 d16 fp32 causal score((k-q)*t0[h]+s,float32+,sinks)"
@@ -153,6 +154,7 @@ def test_scores_that_read_tensors_are_verified() -> None:
     assert all(check["ok"] for check in checks)
 
 
+@pytest.mark.slow
 def test_log_lines_in_a_file_name_the_gpu_of_a_plan() -> None:
     """Without a GPU `tune --dry-run` plans for another's; a file has no width to fold lines at."""
     code = "from tilegen.cli.main import main; main()"

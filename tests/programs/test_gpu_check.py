@@ -127,6 +127,7 @@ def test_gpu_check_that_is_stopped_ends_its_part_and_keeps_the_trials(
     assert list(temporary.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_gpu_check_without_a_gpu_says_so_and_exits_1(tmp_path: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu_check", "--out", str(tmp_path / "out")],

@@ -51,6 +51,7 @@ def test_a_kernel_is_right_and_moves_the_bytes_of_the_formula(
     assert counted == mini.traffic(given, tile)
 
 
+@pytest.mark.slow
 def test_only_a_right_kernel_wins_and_the_file_keeps_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

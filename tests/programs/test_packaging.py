@@ -84,6 +84,7 @@ def test_wheel_holds_package_templates_and_cache(wheel: Path) -> None:
     assert names_in(wheel) == expected_in_wheel()
 
 
+@pytest.mark.slow
 def test_sdist_builds_the_same_wheel(sdist: Path, wheel: Path, tmp_path: Path) -> None:
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path, filter="data")

@@ -165,6 +165,7 @@ def test_numbers_of_numpy_and_tensors() -> None:
     assert tilegen.sliding_window(np.int64(-1), np.int64(2)) == tilegen.sliding_window(None, 2)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_block_masks_that_mask_nothing() -> None:
     given = qkv()
     of_others = torch.randn(3, 2, 500, 16)

@@ -59,6 +59,7 @@ def test_two_runs_into_one_folder_may_both_finish(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == [MANIFEST]
 
 
+@pytest.mark.slow
 def test_any_batch_heads_and_lengths_are_served_by_the_nearest(folder: Path) -> None:
     bundle = Bundle(folder)
     short, long = (
@@ -121,6 +122,7 @@ def test_a_gpu_with_less_shared_memory_gets_no_binary_that_does_not_fit(folder: 
     assert found(bundle, PROBLEMS[0], spec=replace(small, smem_per_block=needs - 1)) is None
 
 
+@pytest.mark.slow
 def test_binaries_for_this_architecture_come_first(tmp_path: Path) -> None:
     far, near = (AttentionProblem.parse(f"hq8 q{n} d64 bf16 causal") for n in (65536, 512))
     for gpus in (("a100", "rtx3090"), ("rtx3090", "a100")):

@@ -90,6 +90,7 @@ def test_decoding_compiles_two_graphs(name: str, made: bool) -> None:
     assert counter.frame_count == 2
 
 
+@pytest.mark.slow
 def test_sizes_that_must_be_known_are_fixed() -> None:
     compiled = torch.compile(
         lambda q, k: attended(q, k, (None, power_of)), backend="aot_eager", fullgraph=True
@@ -98,6 +99,7 @@ def test_sizes_that_must_be_known_are_fixed() -> None:
         check(compiled, length, (None, power_of))
 
 
+@pytest.mark.slow
 def test_narrow_tables_keep_their_dtype() -> None:
     """An integer of Python changes no dtype: int8 wraps around."""
     table = torch.tensor([100, -100], dtype=torch.int8)

@@ -93,6 +93,7 @@ NUMBERS = st.lists(st.integers(-3, 6), min_size=1, max_size=40)
 DECIMALS = st.lists(st.sampled_from([-INF, -1.5, -0.0, 0.0, 2.0, INF, NAN]), min_size=1, max_size=9)
 
 
+@pytest.mark.slow
 @settings(max_examples=75)
 @given(
     relation=st.sampled_from(sorted(RELATIONS)),

@@ -134,6 +134,7 @@ def test_files_of_gpus_that_are_missing(tmp_path: Path) -> None:
         device_named(str(tmp_path / "mine.toml"))
 
 
+@pytest.mark.slow
 def test_help_explains_every_word() -> None:
     notation, settings = run("help", "notation"), run("help", "settings")
     for option in OPTIONS.values():

@@ -105,6 +105,7 @@ def test_a_transform_of_a_functional_call(layer: Layer) -> None:
         torch.testing.assert_close(torch.func.grad(loss)(slopes), real.grad, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_torch_compile_follows(layer: Layer) -> None:
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     check(compiled, layer.slopes)

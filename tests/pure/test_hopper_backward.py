@@ -99,6 +99,7 @@ def test_the_search_space_has_only_configs_that_can_be_rendered(kernel: str) -> 
         assert render(LLAMA, config, kernel).source
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kernel, problem, key",
     [
@@ -206,6 +207,7 @@ def test_explain_names_the_reasons() -> None:
     assert "serves head dims 64/64, 128/128, not 96/96" in left_out["hopper_dkdv"]
 
 
+@pytest.mark.slow
 def test_bundles_leave_it_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     record(PLAIN, 3000.0)
     record(CONFIGS, 2000.0)

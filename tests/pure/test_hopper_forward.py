@@ -88,6 +88,7 @@ def test_the_search_space_has_only_configs_that_can_be_rendered() -> None:
         assert render(LLAMA, config, KERNEL).source
 
 
+@pytest.mark.slow
 def test_shared_memory_is_predicted() -> None:
     for text, key in (
         ("hq8 q1024 d128 bf16 causal", "m128n128w8s2t"),
@@ -196,6 +197,7 @@ def test_explain_names_the_reason() -> None:
     assert best.config.consumers >= 2
 
 
+@pytest.mark.slow
 def test_bundles_leave_it_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     record("fwd", TileConfig.parse("m64n64w4s2"), 300.0)
     record(KERNEL, CONFIG, 200.0)
@@ -257,6 +259,7 @@ def test_a_kernel_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -
         in_child.run(LLAMA, {KERNEL: CONFIG})
 
 
+@pytest.mark.slow
 def test_the_child_checks_what_it_is_given() -> None:
     """On this processor, with a kernel that it can run."""
     problem = AttentionProblem.parse("hq2 q40 d32 fp32 causal")

@@ -76,6 +76,7 @@ def test_a_call_goes_to_the_library_and_means_the_same(scale: float) -> None:
         torch.testing.assert_close(item.double(), expected, atol=0.03, rtol=0.03)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("measured", "cpu_flash")
 def test_passes_are_chosen_one_by_one() -> None:
     """The backward of tilegen's kernels follows the forward of a library."""

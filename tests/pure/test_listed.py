@@ -45,6 +45,7 @@ def unsolved() -> list[Case]:
     return [one for one in ZOO if not is_solved(one.mask, "rows")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", ["rows", "columns"])
 def test_tiles_put_together_are_those_of_lists(unsolved: list[Case], side: Side) -> None:
     assert len(unsolved) > 9

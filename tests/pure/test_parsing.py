@@ -42,6 +42,7 @@ def repeated(parse: Callable[[str], Any], text: str, depth: int) -> str:
     return "".join(ast.dump(parse(text))[:1] for _ in range(PARSES))
 
 
+@pytest.mark.slow
 def test_threads_parse_at_the_same_time(busy_collector: None) -> None:
     expression = " + ".join(f"g(y[{i}] * 2)" for i in range(150))
 

@@ -64,6 +64,7 @@ def test_operations_that_cannot_be_traced_are_named(name: str) -> None:
         trace_mask(function)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("times", [MAX_LEVELS + 1, 5000])
 def test_functions_of_too_many_levels_are_refused(times: int) -> None:
     def nested(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:

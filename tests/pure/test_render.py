@@ -199,6 +199,7 @@ class WithoutMask(ast.NodeTransformer):
         return node.orelse
 
 
+@pytest.mark.slow
 def test_full_tiles_have_no_mask_code() -> None:
     for kernel in all_rendered():
         if kernel.kernel.endswith("_scores"):  # one tile each: its mask code stands under an `if`

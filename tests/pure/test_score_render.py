@@ -171,6 +171,7 @@ def test_the_header_says_how_to_render_again() -> None:
         assert render(again, WHOLE, "fwd").source == kernel.source
 
 
+@pytest.mark.slow
 def test_the_longest_rows_and_chains_are_rendered() -> None:
     """With their derivatives, below the recursion limit of Python."""
     rows = torch.zeros(4096, MAX_ELEMENTS)

@@ -304,6 +304,7 @@ def test_a_miss_is_remembered(memory: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert len(asked) == len(set(asked)) == 3, "h200, then h100 and h100-pcie to borrow from"
 
 
+@pytest.mark.slow
 def test_without_a_place_for_copies_it_still_works(
     memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -227,6 +227,7 @@ def test_a_writer_waits_for_the_one_before_it_and_then_looks_again(tmp_path: Pat
     assert "(300 us, the other 390 us)" in result.reason
 
 
+@pytest.mark.slow
 def test_concurrent_writers_leave_the_fastest_record_whole(tmp_path: Path) -> None:
     spawn = multiprocessing.get_context("spawn")
     writers = [spawn.Process(target=save_many, args=(tmp_path, n)) for n in range(4)]

@@ -57,6 +57,7 @@ def test_causal_biases_are_causal_masks(bias: Bias, lengths: tuple[int, int]) ->
             torch.testing.assert_close(left, other, atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.slow
 @BIASES
 def test_causal_biases_compile(bias: Bias) -> None:
     given, mask = qkv(), bias(5, 9)

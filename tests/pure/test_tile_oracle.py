@@ -210,6 +210,7 @@ def test_no_tile_too_few(name: str, shape: TiledShape) -> None:
             never_too_few(ranges(mask, shape, side), expected)
 
 
+@pytest.mark.slow
 def test_tiles_too_many(golden: CheckGolden) -> None:
     """Count tiles that are visited, or run mask code, without need."""
     head = f"{'mask':24} {'tiles':6} {'on chip':8} {'as':6} {'live':>5} {'wasted':>8}"

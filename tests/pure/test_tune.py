@@ -180,6 +180,7 @@ def test_failures_never_win() -> None:
     assert pick({config: failure, **timed_too}) == TileConfig.parse("m128n64w8s3")
 
 
+@pytest.mark.slow
 def test_machines_that_differ_by_noise_agree(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -143,6 +143,7 @@ def test_distance_between_bounds_and_schedules(words_per_square_dim: float, rati
     assert best / float(bound / n**2) == pytest.approx(ratio, rel=0.02)
 
 
+@pytest.mark.slow
 def test_floors() -> None:
     """Forward 4Nd + N; backward 8Nd + N: all inputs once, all outputs once."""
     for direction, expected in (("forward", 4 * N * d + N), ("backward", 8 * N * d + N)):

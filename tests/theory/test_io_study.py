@@ -100,6 +100,7 @@ def test_slopes_of_the_closed_forms() -> None:
     assert closed.chunked_large("forward", 32 * 64, 64, 4) is None
 
 
+@pytest.mark.slow
 def test_square_tiles_are_those_of_the_model() -> None:
     expected = float(product_tiles()[B_r].subs({M: 50_000, c: 32}))
     assert closed.square_tile(50_000, 1.0, 32) == pytest.approx(expected)
@@ -222,6 +223,7 @@ def test_committed_slopes_show_both_regimes() -> None:
     assert -0.65 < slope("small_cache", 512) < -0.45
 
 
+@pytest.mark.slow
 def test_the_page_shows_the_committed_results() -> None:
     text = io_study.PAGE.read_text(encoding="utf-8")
     assert text == page.fill(text, RESULTS)

@@ -201,6 +201,7 @@ def test_square_chunks_give_a_third_of_memory() -> None:
     assert leading_tiles("fwd_saha_ye").popitem()[1].subs(alpha, 1) == 1 / sp.sqrt(3)
 
 
+@pytest.mark.slow
 def test_s_stationary_tiles() -> None:
     """P4: B_r = sqrt(M (d_qk + d_v) / (d_qk + 2 d_v))."""
     words = (d_qk + 2 * d_v) / B_c + (d_qk + d_v) / B_r
@@ -248,6 +249,7 @@ def test_crossovers_with_tiles_no_wider_than_the_head_dim() -> None:
         assert at < narrow_words("bwd_small_cache")[1].subs(alpha, 1)
 
 
+@pytest.mark.slow
 def test_multipliers_are_the_value_of_memory() -> None:
     """The multiplier of the constraint is -dW*/dM."""
     words = N_q * N_kv * d_qk * (1 / B_r + 1 / B_c)

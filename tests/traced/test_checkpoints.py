@@ -74,6 +74,7 @@ def _anew() -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", CALLS)
 def test_a_checkpoint_with_a_function_is_one_graph(call: Callable[..., Any]) -> None:
     def run(x: Any, slopes: Any) -> Any:
@@ -90,6 +91,7 @@ class Doubled(TorchFunctionMode):
         return result * 2 if func is torch.cos else result
 
 
+@pytest.mark.slow
 def test_layers_in_checkpoints_leave_other_modes_alone() -> None:
     """Neither a mode around the checkpoints, nor one entered after a graph break."""
 

@@ -37,6 +37,7 @@ def test_a_compiled_call_is_the_same(name: str) -> None:
         torch.testing.assert_close(left, other)
 
 
+@pytest.mark.slow
 def test_functions_that_change_in_place_are_traced() -> None:
     def kept(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         same = kv_idx
@@ -67,6 +68,7 @@ def test_functions_that_change_in_place_are_traced() -> None:
         torch.testing.assert_close(function(*given), expected)
 
 
+@pytest.mark.slow
 def test_narrow_integers_wrap_around() -> None:
     large = torch.arange(ROWS, dtype=torch.uint8) * 11  # 23 * 11 = 253
     is_even = torch.arange(ROWS) % 2 == 0
@@ -105,6 +107,7 @@ def _graphs(run: Callable[..., Any], given: list[Any], **options: Any) -> int:
     return len(graphs)
 
 
+@pytest.mark.slow
 def test_lengths_and_values_do_not_compile_anew() -> None:
     def run(q: Any, k: Any, v: Any, mask: Any, ids: Any, bias: Any) -> Any:
         return tilegen.attention(
@@ -132,6 +135,7 @@ def test_a_mask_of_other_tensors_does_not_compile_anew() -> None:
     assert _graphs(run, [(*qkv(trained=False), mask) for mask in masks]) == 1
 
 
+@pytest.mark.slow
 def test_another_structure_compiles_anew() -> None:
     def run(q: Any, k: Any, v: Any, window: int) -> Any:
         return tilegen.attention(q, k, v, mask=tilegen.sliding_window(window, 0))
@@ -139,6 +143,7 @@ def test_another_structure_compiles_anew() -> None:
     assert _graphs(run, [(*qkv(trained=False), window) for window in (3, 4, 5)]) == 3
 
 
+@pytest.mark.slow
 def test_block_masks_do_not_compile_anew() -> None:
     def block_mask(n: int) -> Any:
         ids = torch.arange(ROWS) // n
@@ -152,6 +157,7 @@ def test_block_masks_do_not_compile_anew() -> None:
     assert _graphs(run, [(*qkv(trained=False), block_mask(n)) for n in (3, 5, 7)]) == 1
 
 
+@pytest.mark.slow
 def test_blocks_that_say_more_than_their_function_are_kept() -> None:
     """Some blocks are dropped that the function of the mask keeps."""
     block_mask: Any = create_block_mask(
@@ -177,6 +183,7 @@ def test_flex_attention_itself_is_compiled() -> None:
     torch.testing.assert_close(out, tilegen.flex_attention(q, k, v, **arguments))
 
 
+@pytest.mark.slow
 def test_masks_that_may_be_nan_are_compiled() -> None:
     def mask(b: Any, h: Any, i: Any, j: Any) -> Any:
         return ~(torch.sqrt(9.0 - i) < j)
@@ -293,6 +300,7 @@ def test_masks_made_outside_keep_their_values() -> None:
     assert not torch.allclose(actual, expected)
 
 
+@pytest.mark.slow
 def test_numbers_that_are_given_are_followed() -> None:
     def run(q: Any, k: Any, v: Any, width: int, slope: float) -> Any:
         return tilegen.attention(

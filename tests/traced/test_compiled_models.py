@@ -42,6 +42,7 @@ def test_a_model_compiles_in_one_graph(name: str) -> None:
             assert torch.equal(compiled(**given).logits, model(**given).logits)
 
 
+@pytest.mark.slow
 def test_steps_of_a_generation_compile_once() -> None:
     """With a static cache `generate` makes masks ahead, outside of what is compiled."""
     torch._dynamo.reset()

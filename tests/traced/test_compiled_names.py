@@ -53,6 +53,7 @@ CALLS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_a_compiled_call_is_the_same(name: str) -> None:
     torch._dynamo.reset()

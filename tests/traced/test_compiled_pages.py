@@ -76,6 +76,7 @@ def test_a_compiled_call_is_the_same(name: str, uniform: bool) -> None:
         torch.testing.assert_close(left, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_steps_of_decoding_are_one_graph(layout: str) -> None:
     """Requests, queries and keys of any numbers, and pages that the graph writes into."""
