@@ -41,7 +41,7 @@ MOST_WORKERS = 8
 """Each holds PyTorch and SymPy, half a gigabyte; the slowest tests would not end any sooner."""
 SHARES = {"sampled": 10, "slow": 5}
 """One in this many of the tests with a marker runs."""
-SLOW = ("compile_only", "compiled", "traced")
+SLOW = ("compile_only", "compiled", "compiler", "explaining", "gluon", "traced")
 """Folders of slow tests, with long lists of cases."""
 FEW = 3
 """Longest list of cases that always runs whole."""
@@ -143,8 +143,8 @@ def _sample(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep some of the tests of long lists, others for each commit, unless tests are named.
 
     Of those marked `sampled` a tenth: they break the code, or vary one thing, and most faults turn
-    many of them red. Of those marked `slow` a fifth: they are one in fourteen, and take two thirds
-    of the time. Of the slow folders a fifth of each list (see `_beyond`).
+    many of them red. Of those marked `slow` a fifth: they are one in ten, and take three quarters of
+    the time. Of the slow folders a fifth of each list (see `_beyond`).
     """
     keyword = config.option.keyword
     named = any("::" in arg for arg in config.args) or (keyword and not keyword.startswith("not "))

@@ -130,6 +130,7 @@ generate(problems, [gpu("h200")], Path(sys.argv[2]), on_kernel=on_kernel)
     assert digests(killed) == digests(whole)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("shared_compiler")
 def test_existing_binaries_are_not_compiled_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -158,6 +159,7 @@ def test_existing_binaries_are_not_compiled_again(
     assert not (tmp_path / binary.file).exists()  # the new manifest does not name it
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("shared_compiler", "small_tiles")
 def test_a_kernel_that_cannot_be_built_does_not_stop_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -107,6 +107,7 @@ def test_packed_sequences_may_be_captured() -> None:
     check(lambda: tilegen.attention_varlen(x, x, x, starts, **changes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mask", [tilegen.causal("bottom_right"), tilegen.tree(torch.tensor([-1]))], ids=str
 )

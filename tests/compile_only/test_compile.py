@@ -109,6 +109,7 @@ def test_failures_are_values_or_one_line() -> None:
         compile_for(render(PROBLEM, CONFIG), "hopper")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compile_instead_of_launching")
 @pytest.mark.parametrize("head_dim", [64, 60])
 def test_kernels_compiled_ahead_are_found_at_launch(head_dim: int) -> None:
@@ -127,6 +128,7 @@ def test_kernels_compiled_ahead_are_found_at_launch(head_dim: int) -> None:
     assert results == [True]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compile_instead_of_launching")
 @pytest.mark.parametrize(
     "kernel, head_dim, aligned",

@@ -50,6 +50,7 @@ def timed(config: TileConfig) -> Measurement:
         return measure(run, timer=timer, seconds=0.0)
 
 
+@pytest.mark.slow
 def test_a_timing_carries_the_digest_of_the_binary_that_was_launched() -> None:
     results = [timed(config).digest for config in (SMALL, WIDE)]
     assert results == [compiled_digest(render(PROBLEM, config)) for config in (SMALL, WIDE)]

@@ -119,6 +119,7 @@ def test_shared_memory_of_every_recorded_kernel_of_slices(arch: str, kernel: Ker
     assert told >= 0.9 * len(cell)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 def test_the_register_fit_hides_few_usable_kernels(arch: str) -> None:
     """Most samples are proposals of the model, near the limit, where a fit errs most."""

@@ -24,6 +24,7 @@ from tilegen.runtime import dispatch, plans
 CONFIG = TileConfig(block_m=16, block_n=16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head_dim, aligned", [(64, True), (60, False)])
 def test_a_launch_is_that_of_the_binder_and_compiles_nothing_else(
     head_dim: int, aligned: bool
@@ -139,6 +140,7 @@ def test_kernels_are_given_no_lengths_that_do_not_fit(lengths: Any) -> None:
     assert len(driver.launches) == 1
 
 
+@pytest.mark.slow
 def test_lengths_of_one_bucket_share_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     new_plan = dispatch._new_plan

@@ -60,6 +60,7 @@ def test_invalid_lengths_are_refused_on_the_first_and_the_hundredth_call(name: s
     assert len(driver.launches) == 100
 
 
+@pytest.mark.slow
 def test_kernels_read_the_lengths_themselves_where_they_can() -> None:
     q = torch.zeros(3, 2, 32, 16, dtype=torch.bfloat16)
     dense = torch.tensor([1, 2, 3], dtype=torch.int32)
@@ -167,6 +168,7 @@ def tensors(heads: int, rows: int, wide: int = 0, *, inside: bool = False) -> to
     return torch.zeros(2, heads, rows, 64 + wide, dtype=torch.bfloat16)[..., :64]
 
 
+@pytest.mark.slow
 def test_a_launch_is_the_same_whatever_was_launched_before() -> None:
     """Sizes or strides of one tensor after the other differ from those of the launch before."""
     queries, cache = tensors(4, 40), tensors(2, 60)
@@ -193,6 +195,7 @@ def test_a_launch_is_the_same_whatever_was_launched_before() -> None:
             assert launched(ours.launch, after) == expected[i]
 
 
+@pytest.mark.slow
 def test_an_address_that_16_does_not_divide_has_a_binary_of_its_own() -> None:
     """Such as a gradient passed by a caller; usual calls keep the other binary."""
     q, k = tensors(4, 32), tensors(2, 48)
@@ -225,6 +228,7 @@ class Far(torch.Tensor):
         return 4096
 
 
+@pytest.mark.slow
 def test_a_stride_beyond_32_bits_has_a_binary_of_its_own() -> None:
     q, k = tensors(4, 32), tensors(2, 48)
     with as_on_a_gpu(notes=True) as driver:

@@ -102,6 +102,7 @@ def test_no_length_recompiles(head_dim: int, aligned: bool) -> None:
             assert len(compiled) == 1, (kernel, list(compiled))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_aligned_kernels_load_16_bytes_at_once(kernel: Kernel) -> None:
     """Also the panels, whose rows are padded for it."""

@@ -42,6 +42,7 @@ def test_forward_and_lse_match_the_reference() -> None:
     _close(lse, expected[1])
 
 
+@pytest.mark.slow
 def test_autograd_through_out_and_lse() -> None:
     q, k, v = (t.requires_grad_() for t in _inputs("b1 hq4 hkv1 q50 kv40 d32/16 fp32 full"))
     mask = tilegen.causal() & tilegen.sliding_window(20, 0)
@@ -66,6 +67,7 @@ LOSSES: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+@pytest.mark.slow
 def test_a_penalty_on_lse_leaves_rows_without_keys_alone() -> None:
     """Their lse is -inf, and its square has an infinite gradient."""
     given = [t.requires_grad_() for t in _inputs("b1 hq2 hkv2 q20 kv12 d16 fp32 full")]
@@ -279,6 +281,7 @@ def test_small_cache_forward_backward_and_lse(small_cache: list[str]) -> None:
     assert set(small_cache) == {*FORWARD["small_cache"].names, *BACKWARD["small_cache"].names}
 
 
+@pytest.mark.slow
 def test_small_cache_computes_only_requested_gradients(small_cache: list[str]) -> None:
     q, k, v = _inputs("b1 hq2 hkv2 q20 kv20 d32 fp32 full")
     q.requires_grad_()
@@ -290,6 +293,7 @@ def test_small_cache_computes_only_requested_gradients(small_cache: list[str]) -
     _close(q.grad, expected.grad)
 
 
+@pytest.mark.slow
 def test_large_head_dims_are_served() -> None:
     """The model chooses any family at this length; only the result is checked."""
     q, k, v = (t.requires_grad_() for t in _inputs("b1 hq2 hkv1 q40 kv50 d576/512 fp16 full"))

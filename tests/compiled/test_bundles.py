@@ -153,6 +153,7 @@ def test_a_bundle_agrees_with_the_reference(name: str, driver: Driver, tmp_path:
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.slow
 def test_a_pass_the_bundle_lacks_is_computed_as_without_it(driver: Driver, tmp_path: Path) -> None:
     problem = AttentionProblem.parse("hq2 q70 d16 fp32 causal")
     write_bundle([problem], [gpu("h200")], tmp_path, directions=["forward"])

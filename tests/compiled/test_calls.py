@@ -64,6 +64,7 @@ def test_dilated_masks_regroup_rows_and_columns(
     assert all("dilated" not in problem.key for problem in problems)
 
 
+@pytest.mark.slow
 def test_a_score_that_knows_its_place_is_not_regrouped() -> None:
     q, k, v = leaf(1, 2, 50, 16), leaf(1, 2, 50, 16, seed=1), leaf(1, 2, 50, 16, seed=2)
     score, mask = tilegen.alibi(torch.tensor([0.1, 0.3])), tilegen.dilated(4)
@@ -139,6 +140,7 @@ BY_PLACE = {
 """Masks, and the same masks written in another way."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BY_PLACE)
 def test_masks_of_packed_sequences_see_their_document_and_places_in_it(name: str) -> None:
     """Before, b was 0 throughout, and tables were refused or read by places among all tokens."""
@@ -149,6 +151,7 @@ def test_masks_of_packed_sequences_see_their_document_and_places_in_it(name: str
     require_same(out, one_by_one(q, k, v, CU_KV, expected), [q, k, v])
 
 
+@pytest.mark.slow
 @pytest.mark.any_triton
 def test_scores_of_packed_sequences_see_places_in_a_document() -> None:
     q, k, v = leaf(77, 4, 16), leaf(90, 2, 16), leaf(90, 2, 16, seed=1)
@@ -179,6 +182,7 @@ MASK_MODS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MASK_MODS)
 def test_flex_attention_takes_pytorchs_arguments(name: str) -> None:
     q, k, v = leaf(1, 4, 150, 16), leaf(1, 2, 150, 16), leaf(1, 2, 150, 16, seed=1)
@@ -198,6 +202,7 @@ def test_flex_attention_takes_pytorchs_arguments(name: str) -> None:
     torch.testing.assert_close(lse, s.logsumexp(-1))
 
 
+@pytest.mark.slow
 @pytest.mark.any_triton
 def test_a_block_mask_with_a_layout_of_its_own() -> None:
     counts, indices = torch.tensor([[[1, 2]]]), torch.tensor([[[[1, 0], [0, 1]]]])
@@ -352,6 +357,7 @@ def test_one_batch_of_keys_serves_all_queries() -> None:
     require_same(tilegen.flex_attention(q, k, v, enable_gqa=True), expected, [q, k, v])
 
 
+@pytest.mark.slow
 @pytest.mark.any_triton
 def test_autocast_is_followed_through_the_backward() -> None:
     q, k, v = (leaf(1, 2, 20, 16, seed=seed) for seed in range(3))

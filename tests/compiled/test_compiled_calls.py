@@ -19,6 +19,7 @@ NAMES = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_compiled_call_is_the_same(name: str) -> None:
     torch._dynamo.reset()
@@ -30,6 +31,7 @@ def test_a_compiled_call_is_the_same(name: str) -> None:
         torch.testing.assert_close(left, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tree", "score", "sinks"])
 def test_a_compiled_call_over_pages_is_the_same(name: str) -> None:
     torch._dynamo.reset()

@@ -189,6 +189,7 @@ def test_serving_needs_no_llvm_no_triton_and_no_algebra(folder: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_forward_without_a_backward_serves_calls_without_gradients(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

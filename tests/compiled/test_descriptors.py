@@ -139,6 +139,7 @@ BROKEN = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutation", BROKEN, ids=lambda one: one.name)
 def test_broken_kernels_are_noticed(mutation: Mutation) -> None:
     problem = AttentionProblem.parse("b2 hq4 hkv2 q52 kv52 d80/64 fp16 causal&window(20,5)")

@@ -158,6 +158,7 @@ def test_calls_drop_by_their_seed(name: str) -> None:
         torch.testing.assert_close(left, other, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_dilated_mask_drops_by_places_in_its_groups_as_on_a_cpu() -> None:
     q, k, v = leaf(1, 2, 40, 16), leaf(1, 2, 40, 16, seed=1), leaf(1, 2, 40, 16, seed=2)
     mask = tilegen.sliding_window(8, 8) & tilegen.dilated(2)
@@ -186,6 +187,7 @@ def test_packed_sequences_drop_by_their_place_among_all_tokens() -> None:
     torch.testing.assert_close(out, expected[0].transpose(0, 1), atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mask, family",
     list(zip(["full", "causal(bottom_right)", "window(9,3)"], FAMILIES, strict=True)),

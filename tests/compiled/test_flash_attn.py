@@ -7,6 +7,7 @@ from tests.pure.test_flash_attn import compare, dense, inputs, of_documents
 from tilegen.integrations import flash_attn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", [(9, 21), (21, 9)], ids=str)
 def test_slopes_of_each_batch_entry_and_a_window(lengths: tuple[int, int]) -> None:
     """Behind a soft cap, at lengths whose rows start behind the first key, or before it."""
@@ -18,6 +19,7 @@ def test_slopes_of_each_batch_entry_and_a_window(lengths: tuple[int, int]) -> No
     compare(actual, dense(*given, **options), given)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_documents_of_different_lengths() -> None:
     cu_q, cu_k = [0, 7, 7, 19], [0, 3, 9, 30]
     given = inputs((19, 4, 16), (30, 2, 16), (30, 2, 16))

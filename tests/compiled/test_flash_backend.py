@@ -151,6 +151,7 @@ def test_varlen_attn_and_its_gradients(window: tuple[int, int]) -> None:
         torch.testing.assert_close(left, other, atol=3e-5, rtol=3e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_cpu")
 def test_dropout_is_drawn_once_for_both_passes() -> None:
     """Its state goes where PyTorch keeps that of its own; the reference is given the same."""

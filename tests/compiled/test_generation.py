@@ -33,6 +33,7 @@ def _sharp(case: Case, attention: str) -> Generating:
 SMALL = Case(model="llama-tiny", way="greedy", prompt=40, new=10, dtype="fp32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", generate.WAYS)
 def test_tokens_are_those_of_eager_attention(
     way: generate.Way, monkeypatch: pytest.MonkeyPatch
@@ -46,6 +47,7 @@ def test_tokens_are_those_of_eager_attention(
     assert ours.per_token_s > 0
 
 
+@pytest.mark.slow
 def test_drafts_are_taken_over_where_they_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts from what eager attention gave are right, others wrong from the second token on."""
     case = replace(SMALL, way="paged")

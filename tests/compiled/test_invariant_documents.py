@@ -34,6 +34,7 @@ def attended(cuts: list[int], given: tuple[torch.Tensor, ...], **options: Any) -
         return tilegen.attention_varlen(q, k, v, cu, return_lse=True, **options)
 
 
+@pytest.mark.slow
 # Paged and whole keys are two kernels. Where their sums are the same, LLVM fuses the same products
 # and sums at level 2, as for users, but not at level 0.
 @pytest.mark.usefixtures("optimised")

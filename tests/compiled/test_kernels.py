@@ -33,6 +33,7 @@ def kernels(
     return {kernel: render(problem, config, kernel, aligned=aligned) for kernel in LARGE_CACHE}
 
 
+@pytest.mark.slow
 @pytest.mark.any_triton
 @pytest.mark.parametrize(
     "line, new",
@@ -105,12 +106,14 @@ def test_every_mask_at_every_kind_of_lengths(mask: str) -> None:
         require(verify(problem, dict.fromkeys(LARGE_CACHE, TALL)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [8, 80, "192/128", "40/24", 59])
 def test_head_dims_padded_and_split(head_dim: object) -> None:
     problem = AttentionProblem.parse(f"b1 hq2 hkv2 q40 kv72 d{head_dim} fp16 causal(bottom_right)")
     require(verify(problem, dict.fromkeys(LARGE_CACHE, SQUARE)))
 
 
+@pytest.mark.slow
 @pytest.mark.any_triton
 @pytest.mark.parametrize("aligned", [True, False])
 def test_heads_inside_rows(aligned: bool) -> None:
@@ -133,6 +136,7 @@ def test_scales(scale: float) -> None:
     require(check(kernels(problem), make_inputs(problem), mask=problem.mask, scale=scale))
 
 
+@pytest.mark.slow
 @pytest.mark.any_triton
 def test_rows_with_nothing_kept_are_exactly_empty() -> None:
     problem = AttentionProblem.parse("b1 hq2 hkv1 q100 kv40 d32 bf16 causal(bottom_right)")
@@ -152,6 +156,7 @@ def test_dropped_columns_get_no_gradient() -> None:
     assert (outputs["dv"][:, :, 40:] == 0).all()
 
 
+@pytest.mark.slow
 def test_masked_values_cannot_leak() -> None:
     """Dropped keys and values may hold anything finite, even huge, and change nothing."""
     problem = AttentionProblem.parse("b1 hq1 hkv1 q48 kv80 d32 fp32 causal")
@@ -163,6 +168,7 @@ def test_masked_values_cannot_leak() -> None:
     assert all(torch.equal(before[name], after[name]) for name in ("out", "lse", "dq"))
 
 
+@pytest.mark.slow
 def test_backward_is_deterministic() -> None:
     problem = AttentionProblem.parse("b1 hq4 hkv1 q90 kv90 d32 fp16 causal")
     inputs = make_inputs(problem)

@@ -60,6 +60,7 @@ def test_bytes_equal_the_model(text: str, configs: dict[str, TileConfig]) -> Non
     assert apart.read_bytes > 1.4 * moved[first][0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel, configs", [("fwd", FWD), ("fwd_split", SPLIT)])
 def test_descriptors(kernel: str, configs: dict[str, TileConfig]) -> None:
     problem = AttentionProblem.parse("b2 hq32 hkv1 q2 kv150 d80/64 bf16 causal(bottom_right)")
@@ -124,6 +125,7 @@ def test_values_elsewhere_in_the_keys_are_loaded_apart() -> None:
     assert not any(one.latent for one in problems())
 
 
+@pytest.mark.slow
 def test_gradients_of_keys_hold_those_of_the_values_in_them() -> None:
     problem = AttentionProblem.parse("b1 hq4 hkv1 q40 kv60 d48/32 fp32")
     x = make_inputs(problem)

@@ -168,6 +168,7 @@ def test_nan_of_a_query_reaches_the_keys_that_it_sees(family: str, kind: str, wh
             assert (mine[:, length:] == 0).all(), f"{result} of entry {b}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["q", "k", "v", "dout"])
 @pytest.mark.parametrize("dtype, family", in_turns(["bf16", "fp16"]))
 def test_a_document_keeps_its_own_nan(dtype: str, which: str, family: str) -> None:

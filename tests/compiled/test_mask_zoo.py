@@ -68,6 +68,7 @@ def test_kernels_of_whole_heads(case: Case) -> None:
     agrees(case, WHOLE_HEADS if backward else FORWARD, dtype_of(case))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case, dtype", FORMS[::2], ids=str)
 def test_small_cache_kernels(case: Case, dtype: DType) -> None:
     """In a forward and in a whole pass in turn."""

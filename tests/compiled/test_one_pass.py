@@ -169,6 +169,7 @@ def test_keys_that_do_not_exist_add_nothing(dtype: str) -> None:
     assert error <= {"fp32": 1e-3, "fp16": 0.3}[dtype] * expected["dq"].abs().max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["rows", "columns", "two_places", "distances", "clipped"])
 def test_scores_and_gradients_of_their_tensors(name: str) -> None:
     """Tiles are transposed: gradients of rows and of columns are sums along the other axis."""
@@ -179,6 +180,7 @@ def test_scores_and_gradients_of_their_tensors(name: str) -> None:
     agrees(replace(problem, score=score.form), problem.mask, score)
 
 
+@pytest.mark.slow
 def test_sinks_and_dropout() -> None:
     problem = PARSE("b1 hq4 hkv2 q60 kv40 d16 fp32 causal dropout")
     score = softcap(5.0).then(sinks(torch.tensor([2.0, -1.0, 0.5, 3.0], requires_grad=True)))

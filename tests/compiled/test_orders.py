@@ -92,6 +92,7 @@ def other_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(target, "host", lambda: other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, family",
     [

@@ -224,6 +224,7 @@ def invariant(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     plans.forget()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("invariant")
 @pytest.mark.parametrize("mask", ["causal", "window", "sinks"])
 def test_bits_do_not_hang_on_batch_padding_chunks_or_pages(mask: str) -> None:
@@ -291,6 +292,7 @@ def test_bits_do_not_hang_on_padded_keys(mask: str, tokens: int, padding: int) -
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("invariant")
 def test_a_decoding_step_gives_the_row_of_the_prompt() -> None:
     k_pages, v_pages = cache(16, 64, 2, (16, 16), torch.bfloat16)

@@ -138,6 +138,7 @@ def test_gradients_of_what_a_score_reads(name: str) -> None:
         assert actual.abs().max() > 1e-4
 
 
+@pytest.mark.slow
 def test_half_precision_tables_get_half_precision_gradients() -> None:
     leaves = [random(HEADS, 21).half()]
     gradients_agree(leaves, lambda t: relative_bias(t[0]), "b2 hq2 hkv1 q40 kv70 d16 fp16 full")
@@ -176,6 +177,7 @@ def small_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_cache")
 @pytest.mark.parametrize("name", ["distances", "heads", "pairs", "clipped", "sinks_and_bias"])
 def test_small_cache_trains_tables(name: str) -> None:
@@ -183,6 +185,7 @@ def test_small_cache_trains_tables(name: str) -> None:
     gradients_agree(leaves, made, f"b{BATCH} hq{HEADS} hkv1 q70 kv70 d40 fp32 full", causal())
 
 
+@pytest.mark.slow
 def test_tables_are_trained_at_large_head_dims() -> None:
     text = "b1 hq2 hkv1 q20 kv40 d512 fp32 causal"
     chosen = kernels_of(AttentionProblem.parse(text), gpu(ASSUMED), "backward")
@@ -197,6 +200,7 @@ def test_scales_of_every_sign(scale: float) -> None:
     gradients_agree([SLOPES], lambda t: alibi(t[0]).then(softcap(2.0)), text, causal(), scale=scale)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["chosen", "small_cache"])
 def test_rows_that_do_not_exist_train_nothing(family: str, request: pytest.FixtureRequest) -> None:
     """Their scores, of a query of zeros, may be so large that exp overflows: q reaches 3 * 127."""
@@ -207,6 +211,7 @@ def test_rows_that_do_not_exist_train_nothing(family: str, request: pytest.Fixtu
     gradients_agree(leaves, made, "b1 hq2 hkv2 q20 kv40 d16 fp32 full")
 
 
+@pytest.mark.slow
 def test_rows_of_nothing_but_minus_infinity() -> None:
     """Every pair is kept by the mask, and none by the score: as with a mask."""
     weights = random(HEADS)

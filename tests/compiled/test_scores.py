@@ -137,6 +137,7 @@ def test_kernels_that_take_slices(name: str, mask: str, dtype: DType) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", MASKS)
 def test_the_usual_scores_with_every_mask(mask: str) -> None:
     name = ("relative_bias", "sinks")[list(MASKS).index(mask) % 2]
@@ -144,6 +145,7 @@ def test_the_usual_scores_with_every_mask(mask: str) -> None:
     agrees(made_from(SCORES[name]), kept, WHOLE_HEADS, lengths=tuple(lengths))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family, dtype", list(zip(FAMILIES, ["fp16", "fp32", "bf16"], strict=True))
 )

@@ -37,12 +37,14 @@ def test_bool_masks_of_pairs(size: tuple[int, ...]) -> None:
     compare(inputs(), keep)
 
 
+@pytest.mark.slow
 def test_padded_columns_on_either_side() -> None:
     """The first batch entry is padded on the right, the second one on the left."""
     place = torch.arange(37)
     compare(inputs(), torch.stack([place < 9, place >= 30])[:, None, None])
 
 
+@pytest.mark.slow
 def test_added_masks_are_trained_and_may_be_infinite() -> None:
     mask = torch.randn(1, 4, 20, 37)
     mask[..., ::3] = -torch.inf

@@ -67,6 +67,7 @@ def test_known_calls_follow_settings_and_come_back_to_their_plan() -> None:
     assert plan() is first
 
 
+@pytest.mark.slow
 def test_known_calls_over_pages_follow_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[Settings] = []
     forward = Kernels.forward
@@ -109,6 +110,7 @@ def test_a_backward_uses_the_settings_of_its_forward(
     torch.testing.assert_close(q.grad, expected.to(q.dtype))
 
 
+@pytest.mark.slow
 def test_a_graph_reads_settings_when_it_runs_and_its_backward_uses_them(
     loads: list[tuple[str, bool]],
 ) -> None:
@@ -126,6 +128,7 @@ def test_a_graph_reads_settings_when_it_runs_and_its_backward_uses_them(
         torch.testing.assert_close(given, expected.to(q.dtype))
 
 
+@pytest.mark.slow
 def test_packed_calls_in_a_graph_read_settings_when_they_run() -> None:
     q, k, v = torch.randn(3, 40, 2, 32).unbind()
     starts = torch.tensor([0, 13, 40])

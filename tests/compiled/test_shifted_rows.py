@@ -90,6 +90,7 @@ def test_shifted_rows_are_means(name: str, sink: float | None, family: str) -> N
     agrees(name, ALL_FAMILIES[family], sink=sink)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family, dtype",
     [*zip(ALL_FAMILIES, itertools.cycle(["fp16", "bf16"])), ("whole_heads", "bf16")],
@@ -110,6 +111,7 @@ def test_shifted_rows_in_pages(name: str) -> None:
     agrees(name, PAGED, page=16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_a_second_number_of_each_row_is_counted(family: str) -> None:
     problem = AttentionProblem.parse("b1 hq2 hkv1 q70 kv77 d16 fp32 causal score(2*s)")

@@ -134,6 +134,7 @@ def test_lengths_that_are_no_multiple_of_a_tile(name: str) -> None:
         agrees(problem(FORMS[name], seqlen_q, seqlen_kv))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mask",
     [
@@ -173,6 +174,7 @@ def test_odd_group_sizes_with_a_mask_for_each_head(group: int, seqlen_q: int) ->
         agrees(problem(mask, seqlen_q, 40, heads=heads), keep[None])
 
 
+@pytest.mark.slow
 def test_decoding_with_a_length_for_each_batch() -> None:
     """One kernel, as the cache grows."""
     for length in (1, 16, 33, 60):

@@ -37,6 +37,7 @@ MASKS = [
 TABLE = [p for p in PROBLEMS if p.seqlen_q < 1000]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "problem, family", [(p, list(FAMILIES)[i % 2]) for i, p in enumerate(TABLE)], ids=str
 )
@@ -44,6 +45,7 @@ def test_agrees_with_the_reference(problem: AttentionProblem, family: str) -> No
     require(verify(problem, FAMILIES[family]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", MASKS[1::2])
 def test_masks_in_dtypes_in_turn(mask: str) -> None:
     turn = MASKS.index(mask) // 2
@@ -52,6 +54,7 @@ def test_masks_in_dtypes_in_turn(mask: str) -> None:
     require(verify(problem, sliced.SMALL_CACHE))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [
@@ -70,6 +73,7 @@ def test_large_head_dims(text: str) -> None:
     require(verify(problem, wide | sliced.PREPROCESS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("aligned", [True, False])
 def test_heads_inside_rows(aligned: bool) -> None:
     problem = AttentionProblem.parse("b2 hq4 hkv2 q50 kv70 d64 bf16 causal")
@@ -78,12 +82,14 @@ def test_heads_inside_rows(aligned: bool) -> None:
     require(check(kernels, inputs, mask=problem.mask))
 
 
+@pytest.mark.slow
 def test_sharp_softmax() -> None:
     problem = AttentionProblem.parse("b1 hq2 hkv1 q100 kv330 d64 fp16 full")
     kernels = {k: render(problem, c, k) for k, c in sliced.SMALL_CACHE.items()}
     require(check(kernels, make_inputs(problem, sigma=16.0), mask=problem.mask))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [
@@ -107,6 +113,7 @@ def test_panels_of_every_size_give_the_same(text: str) -> None:
             torch.testing.assert_close(result[name], results[0][name], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_rows_with_nothing_kept_are_exactly_empty() -> None:
     problem = AttentionProblem.parse("b1 hq2 hkv1 q100 kv40 d32 bf16 causal(bottom_right)")
     kernels = {k: render(problem, c, k) for k, c in sliced.SMALL_CACHE.items()}
@@ -118,6 +125,7 @@ def test_rows_with_nothing_kept_are_exactly_empty() -> None:
     assert all(tensor.isfinite().all() for name, tensor in outputs.items() if name != "lse")
 
 
+@pytest.mark.slow
 def test_unwritten_parts_are_never_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Panels are not cleared: leftovers in tiles without kept pairs must not matter, even NaN."""
     problem = AttentionProblem.parse("b1 hq2 hkv1 q300 kv300 d16 fp16 causal&window(60,0)")
@@ -177,6 +185,7 @@ def test_counted_bytes_equal_the_formula(mask: str) -> None:
         assert streamed["fwd_streamed"] == (expected.read_bytes, expected.write_bytes)
 
 
+@pytest.mark.slow
 def test_a_mask_wider_than_the_sequence_is_no_mask() -> None:
     wide = AttentionProblem.parse("b1 hq1 hkv1 q50 kv50 d32 fp32 window(4095,4095)")
     inputs = make_inputs(wide)

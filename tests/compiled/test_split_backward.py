@@ -83,6 +83,7 @@ def test_head_dims_padded_and_split(head_dim: str) -> None:
     agrees(problem)
 
 
+@pytest.mark.slow
 def test_heads_inside_rows() -> None:
     problem = AttentionProblem.parse("b2 hq4 hkv2 q50 kv70 d64 bf16 causal(bottom_right)")
     inputs = make_inputs(problem, heads_inside=True)
@@ -90,6 +91,7 @@ def test_heads_inside_rows() -> None:
     agrees(problem, inputs=inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case, dtype", FORMS[::2], ids=str)
 def test_masks_of_the_zoo(case: Case, dtype: DType) -> None:
     problem = case.problem(dtype)
@@ -98,6 +100,7 @@ def test_masks_of_the_zoo(case: Case, dtype: DType) -> None:
     require(check(kernels, make_inputs(problem), mask=case.judged(problem.batch)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(SCORES)[::3])
 def test_scores_and_their_gradients(name: str) -> None:
     """Programs of splits add to the gradients of a score's tensors, as those of tiles do."""
@@ -106,12 +109,14 @@ def test_scores_and_their_gradients(name: str) -> None:
     agrees(problem, mask=causal("bottom_right"), score=made_from(SCORES[name]), length=64)
 
 
+@pytest.mark.slow
 def test_sinks() -> None:
     problem = AttentionProblem.parse("b1 hq4 hkv2 q60 kv40 d16 fp32 full")
     logits = torch.tensor([2.0, -1.0, 0.5, 3.0])
     agrees(problem, mask=causal("bottom_right"), score=softcap(5.0).then(sinks(logits)))
 
 
+@pytest.mark.slow
 def test_lengths_on_the_device() -> None:
     problem = AttentionProblem.parse("b4 hq4 hkv2 q50 kv90 d16 fp16 full")
     agrees(problem, mask=kv_lengths([0, 1, 33, 90]) & causal("bottom_right"))
@@ -141,6 +146,7 @@ def rendered(problem: AttentionProblem, configs: Mapping[Kernel, TileConfig]) ->
     return {name: render(problem, config, name) for name, config in configs.items()}
 
 
+@pytest.mark.slow
 def test_the_same_bits_in_each_run() -> None:
     problem = AttentionProblem.parse("b1 hq4 hkv1 q90 kv90 d32 fp16 causal")
     kernels, inputs = rendered(problem, backward("split_backward")), make_inputs(problem)
@@ -185,6 +191,7 @@ def moves_what_the_model_says(
             given = (*made, *(torch.empty_like(one) for one in made_of), 0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", MASKS)
 def test_bytes_equal_the_model(mask: str) -> None:
     i = MASKS.index(mask)
@@ -203,12 +210,14 @@ def test_bytes_of_lists_and_of_heads_that_differ() -> None:
         moves_what_the_model_says(changed, backward("split_backward"), lists=True)
 
 
+@pytest.mark.slow
 def test_bytes_of_seeds_are_those_of_splits_that_are_visited() -> None:
     problem = AttentionProblem.parse("b2 hq4 hkv2 q100 kv90 d16 fp16 window(20,0) dropout")
     given = Dropout(0.3, torch.tensor([1 << 40, 3])).given
     moves_what_the_model_says(problem, backward("split_backward"), **given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_verify_takes_the_families(family: str) -> None:
     problem = AttentionProblem.parse("b2 hq4 hkv2 q70 kv50 d64 bf16 causal score(tanh(s/5)*5)")

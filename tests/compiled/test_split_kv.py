@@ -166,6 +166,7 @@ def test_bytes_equal_the_model(mask: str) -> None:
             assert counted == (expected.read_bytes, expected.write_bytes), (name, lengths)
 
 
+@pytest.mark.slow
 def test_splits_of_lists_are_counted_as_they_are_visited() -> None:
     """Written results show which splits of a listed mask are visited; lists are read besides."""
     for mask in ("dilated(3)", "dilated(40)", "~dilated(2)"):

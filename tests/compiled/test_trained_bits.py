@@ -70,6 +70,7 @@ def _expected(name: str) -> torch.Tensor:
     return torch.autograd.grad(weights @ v, trained, dout)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMS)
 def test_trained_gradients_have_the_same_bits_for_any_threads(name: str) -> None:
     results: list[torch.Tensor] = []
@@ -82,6 +83,7 @@ def test_trained_gradients_have_the_same_bits_for_any_threads(name: str) -> None
     torch.testing.assert_close(results[0].double(), expected, rtol=1e-5, atol=1e-5 * largest)
 
 
+@pytest.mark.slow
 def test_trained_gradients_from_several_python_threads() -> None:
     torch.set_num_threads(2)
     expected = {name: _gradient(name) for name in ("distances", "matrix")}

@@ -39,6 +39,7 @@ def test_logits_and_gradients_are_those_of_eager_attention(case: str) -> None:
         assert (ours - theirs).abs().max() <= TOLERANCE * theirs.abs().max()
 
 
+@pytest.mark.slow
 def test_steps_with_a_static_cache() -> None:
     """Offsets are numbers that kernels read; rows before the first token see nothing."""
     ids = inputs("gemma3", tokens=8)["input_ids"]

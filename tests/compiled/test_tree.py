@@ -80,6 +80,7 @@ def test_bytes_of_pages(page: int) -> None:
     assert counted(problem, kernels, reads) == predicted(problem, kernels)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", ["tree(@:8)", "tree(@b:4)&window(30,0,bottom_right)"])
 def test_verify_takes_typical_trees(mask: str) -> None:
     problem = AttentionProblem.parse(f"b2 hq4 hkv2 q7 kv100 d16 fp32 {mask} page16")

@@ -73,6 +73,7 @@ def named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_turns.InTurns, "_run", run)
 
 
+@pytest.mark.slow
 def test_flex_attention_uses_the_record_of_its_function(
     own_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -108,6 +109,7 @@ def test_flex_attention_uses_the_record_of_its_function(
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_calls_use_the_tuned_config(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = chosen()
     assert before["fwd"][1] == "model"

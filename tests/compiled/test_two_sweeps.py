@@ -29,6 +29,7 @@ def _registered() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", ["causal", "window(9,30)", "prefix_lm(20)"])
 def test_it_is_right_and_moves_the_bytes_of_its_record(mask: str) -> None:
     problem = AttentionProblem.parse(f"b1 hq2 hkv1 q100 kv77 d40/24 fp16 {mask}")

@@ -79,6 +79,7 @@ def test_scores_that_read_tensors_are_verified(name: str, family: str) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["whole_heads", "small_cache"])
 @pytest.mark.parametrize("name", TRAINED)
 def test_gradients_of_what_is_trained_are_verified(name: str, family: str) -> None:

@@ -84,6 +84,7 @@ def test_a_new_length_compiles_nothing_up_to_the_next_power_of_two(compiled: lis
     assert len(compiled) > before
 
 
+@pytest.mark.slow
 def test_lengths_compiled_ahead_compile_nothing_in_calls(compiled: list[str]) -> None:
     buckets = tilegen.warm(DECODE, range(1, 2200))
     assert [bucket.seqlen_kv for bucket in buckets] == [2**i for i in range(13)]
@@ -95,6 +96,7 @@ def test_lengths_compiled_ahead_compile_nothing_in_calls(compiled: list[str]) ->
     assert len(compiled) == before
 
 
+@pytest.mark.slow
 def test_a_command_compiles_for_later_processes(
     compiled: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

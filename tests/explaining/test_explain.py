@@ -275,6 +275,7 @@ def test_a_panel_is_shown_where_there_is_one() -> None:
         assert facts["panel bytes"]["value"] == rows * 5000 * 2 * copies
 
 
+@pytest.mark.slow
 def test_another_memory_may_choose_another_family() -> None:
     text = "hq8 q4096 d320 bf16"
     for direction in DIRECTIONS:

@@ -67,6 +67,7 @@ def seconds_of(terms: dict[str, Any]) -> dict[str, float]:
 EACH = [(text, name) for text in PROBLEMS for name in PROCESSORS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text, name", EACH)
 def test_every_kernel_of_a_call_is_explained(text: str, name: str) -> None:
     used = kernels_of(parse(text), cpu(name))
@@ -170,6 +171,7 @@ def test_a_sum_of_splits_moves_the_splits_of_the_kernel_before_it() -> None:
     assert facts["traffic"]["with"]["value"]["n_s"] == keys
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", [CAUSAL, FEW])
 def test_other_tiles_are_those_of_the_ranking(text: str) -> None:
     for of, facts in kernels(text, "zen5"):
@@ -335,6 +337,7 @@ def test_a_proposal_a_listing_and_an_explanation_join_the_same_splits() -> None:
     assert tilegen.show(CAUSAL, "zen5", kernel="bwd_dq_sum").config == of.config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gpu", ["h200", "cpu"])
 def test_theorems_name_their_problem(gpu: str) -> None:
     """The optimum and the crossover leave the mask out, which the bound follows."""

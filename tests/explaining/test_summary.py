@@ -100,6 +100,7 @@ def test_ratios_in_words(ratio: float, text: str) -> None:
     assert slower(ratio) == text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_no_printed_value_has_an_exponent_or_more_than_four_digits(name: str) -> None:
     problem, device = PROBLEMS[name]
@@ -114,6 +115,7 @@ def test_no_printed_value_has_an_exponent_or_more_than_four_digits(name: str) ->
     assert max(map(len, proposed.splitlines())) <= 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["causal", "processor"])
 def test_sections_come_in_their_order_whatever_the_order_of_their_names(name: str) -> None:
     told = explained(name)

@@ -73,6 +73,7 @@ def named(case: Case) -> str:
     return f"{case.kernel} {case}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=named)
 def test_results_and_bytes(case: Case) -> None:
     for seed in range(8):
@@ -165,6 +166,7 @@ def test_every_schedule_of_two_tiles(kernel: str) -> None:
     assert EverySchedule().each(run) > 200
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("broken", BACKWARD, ids=str)
 def test_breaks_are_noticed_in_every_schedule(broken: Break) -> None:

@@ -119,6 +119,7 @@ def written(case: Case) -> int:
     return rows * (2 * problem.head_dim_v + 4)
 
 
+@pytest.mark.slow
 def test_many_schedules_of_two_tiles() -> None:
     for seed in range(200):
         checks, _ = results(SMALL, seed=seed)
@@ -185,6 +186,7 @@ ORDERS_TIME_ALONE = {"_turn(PART)": 2}
 """Statements that may be left out: a turn that is not waited for changes when products run."""
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("case", [RAGGED, NO_KEYS, TURNS, CUT], ids=str)
 def test_no_statement_can_be_left_out(case: Case) -> None:
@@ -222,6 +224,7 @@ def act(text: list[str]) -> str:
     return actual[0].removesuffix("(") if actual else ""
 
 
+@pytest.mark.slow
 def test_neighbours_that_may_change_places_are_known() -> None:
     source = RAGGED.source
     lines = source.splitlines()

@@ -24,6 +24,7 @@ def of_binary(cubin: bytes) -> list[Hazard]:
     return [one for code in read_sass(disassembled(cubin)).values() for one in hazards(code)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", FORMS)
 def test_kernels_for_hopper_have_none(text: str) -> None:
     assert of_binary(compiled(text).binary) == []
@@ -40,6 +41,7 @@ def test_emitted_kernels_have_none(kernel: str, config: str) -> None:
     assert of_binary(built.binary) == []
 
 
+@pytest.mark.slow
 def test_a_binary_whose_waits_come_too_early_is_found_out() -> None:
     cubin = bytearray(compiled(next(iter(FORMS))).binary)
     places = [one.start(1) for one in WAIT_FOR_ALL.finditer(bytes(cubin))]

@@ -174,6 +174,7 @@ def test_blocks_that_say_more_than_their_function_are_kept() -> None:
     assert not torch.allclose(run(*qkv()), everything)
 
 
+@pytest.mark.slow
 def test_flex_attention_itself_is_compiled() -> None:
     q, k, v = qkv(trained=False)
     arguments: Any = dict(score_mod=lambda s, b, h, i, j: s + i - j, enable_gqa=True)
@@ -210,6 +211,7 @@ LEFT: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LEFT)
 def test_numbers_on_the_left_of_an_operator(name: str) -> None:
     def fn(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
@@ -264,6 +266,7 @@ def test_operations_hidden_from_the_tracer_are_refused(name: str) -> None:
         torch.testing.assert_close(compiled(*qkv()), run(*qkv()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", traced_forms.MASKS)
 def test_forms_that_a_trace_follows(name: str) -> None:
     def run(*x: Any) -> Any:
@@ -332,6 +335,7 @@ def test_autocast() -> None:
     torch.testing.assert_close(actual, run(*qkv()))
 
 
+@pytest.mark.slow
 def test_dropout_is_drawn_for_each_call() -> None:
     def run(q: Any, k: Any, v: Any) -> Any:
         return tilegen.attention(q, k, v, dropout_p=0.5)
@@ -348,6 +352,7 @@ def test_dropout_is_drawn_for_each_call() -> None:
     assert not torch.equal(drawn[0][0], drawn[2][0])
 
 
+@pytest.mark.slow
 def test_packed_sequences_have_one_graph() -> None:
     def run(q: Any, k: Any, v: Any, cu: Any) -> Any:
         return tilegen.attention_varlen(

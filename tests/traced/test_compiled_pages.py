@@ -114,6 +114,7 @@ def test_steps_of_decoding_are_one_graph(layout: str) -> None:
     assert len(graphs) == 1
 
 
+@pytest.mark.slow
 def test_writes_are_seen_by_later_reads() -> None:
     """Also where functions replace what changes in place, and pages of keys and of values are
     views of one tensor."""
@@ -138,6 +139,7 @@ def test_writes_are_seen_by_later_reads() -> None:
     assert not torch.equal(mine, cache)
 
 
+@pytest.mark.slow
 def test_values_in_keys_are_written_and_read() -> None:
     """Pages of values that overlap those of keys, which the operator changes both."""
 
@@ -171,6 +173,7 @@ def _operands(name: str) -> tuple[Any, tuple[Any, ...]]:
     return torch.ops.tilegen.paged.default, arguments
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["paged", "append"])
 def test_opcheck(name: str) -> None:
     operator, arguments = _operands(name)

@@ -49,6 +49,7 @@ def test_opcheck(form: str, dtype: torch.dtype) -> None:
     assert set(torch.library.opcheck(operator, arguments).values()) == {"SUCCESS"}
 
 
+@pytest.mark.slow
 def test_opcheck_of_gradients() -> None:
     q, k, v = qkv(trained=False)
     bias = normal(HEADS, ROWS, ROWS).requires_grad_()
@@ -103,6 +104,7 @@ def test_vmap() -> None:
         torch.testing.assert_close(item, _expected((q, k, v, bias))[0])
 
 
+@pytest.mark.slow
 def test_tensors_of_mask_and_score_are_transformed_too() -> None:
     q, k, v, bias = _given()
     grads = torch.func.grad(lambda item: _loss(q, k, v, item))(bias)
@@ -156,6 +158,7 @@ class _Layer(torch.nn.Module):
         return tilegen.attention(self.linear(q), k, v, mask=tilegen.causal(), score=score)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strict", [True, False])
 def test_an_exported_layer_comes_back(strict: bool) -> None:
     layer = _Layer()
