@@ -25,8 +25,11 @@ from tilegen.runtime import dispatch, paged_call, plans
 
 
 @contextmanager
-def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Run kernels compiled for the CPU, in a cache that all workers of the run share."""
+def compiled_once(tmp_path_factory: pytest.TempPathFactory, level: int = 0) -> Iterator[None]:
+    """Run kernels compiled for the CPU, in a cache that all workers of the run share.
+
+    `level` is LLVM's level of optimisation; users have level 2.
+    """
     base = tmp_path_factory.getbasetemp()
     shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "tilegen-compiled"
     shared.mkdir(mode=0o700, exist_ok=True)
@@ -44,7 +47,7 @@ def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             patch.setattr(module, name, partial(_refuse, getattr(module, name)))
         # Compiling is most of the work of these tests. Which instructions LLVM chooses does not
         # follow from an emitted kernel; test_optimised.py and tests/compiler have it optimise.
-        compile_for(replace(processor, level=0), patch)
+        compile_for(replace(processor, level=level), patch)
         yield
     plans.forget()
 

@@ -143,18 +143,18 @@ def _sample(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep some of the tests of long lists, others for each commit, unless tests are named.
 
     Of those marked `sampled` a tenth: they break the code, or vary one thing, and most faults turn
-    many of them red. Of those marked `slow` a fifth: they are one in ten, and take three quarters of
-    the time. Of the slow folders a fifth of each list (see `_beyond`).
+    many of them red. Of those marked `slow` a fifth: they are one in ten, and take three quarters
+    of the time. Of the slow folders a fifth of each list (see `_beyond`).
     """
     keyword = config.option.keyword
     named = any("::" in arg for arg in config.args) or (keyword and not keyword.startswith("not "))
     if config.getoption("--all") or named:
         return
-    seed = _seed()
+    commit = seed()
     dropped: set[pytest.Item] = set()
     lists: dict[object, list[Any]] = {}
     for item in items:
-        number = zlib.crc32(f"{seed}:{item.nodeid}".encode())
+        number = zlib.crc32(f"{commit}:{item.nodeid}".encode())
         share = max((n for name, n in SHARES.items() if item.get_closest_marker(name)), default=1)
         if share > 1:
             dropped |= {item} if number % share else set()
@@ -186,7 +186,7 @@ def _beyond(cases: list[Any]) -> list[Any]:
 
 
 @functools.cache
-def _seed() -> str:
+def seed() -> str:
     """Return the seed of samples: `TESTS_SEED`, or else the commit of the checkout."""
     git = ("git", "-C", str(TESTS), "rev-parse", "--short=12", "HEAD")
     try:
@@ -211,7 +211,7 @@ def pytest_report_header() -> str:
     mode = "interpreting" if INTERPRETING else "compiling"
     return (
         f"torch {version('torch')}, triton {version('triton')} ({mode}), "
-        f"numpy {version('numpy')}; a sample of the tests by TESTS_SEED={_seed()}, or --all"
+        f"numpy {version('numpy')}; a sample of the tests by TESTS_SEED={seed()}, or --all"
     )
 
 
