@@ -58,7 +58,9 @@ def tune(
     problem: Annotated[
         list[str] | None,
         typer.Argument(
-            help=f'notation, such as "{EXAMPLE}"', callback=lambda words: words and joined(words)
+            # Older Typers count the words that a callback returns, so None will not do.
+            help=f'notation, such as "{EXAMPLE}"',
+            callback=lambda words: joined(words) if words else [],
         ),
     ] = None,
     catalog: Annotated[
