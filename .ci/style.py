@@ -49,7 +49,7 @@ LOOKS_KERNELS_UP = {
     "choose/records.py",  # the task of a kernel by its name
 }
 NORMALISES = "choose/records.py"
-"""The module in which the choice takes the normal form of a problem."""
+"""The module in which the choice takes the normal form of a problem, once."""
 
 
 def circles() -> Iterator[str]:
@@ -68,9 +68,8 @@ def imported(nodes: Nodes, modules: Set[str]) -> Iterator[str]:
         match node:
             case ast.ImportFrom(module=str() as module, names=parts):
                 # `from folder import module` needs the module, and not the folder.
-                yield from {f"{module}.{part.name}" for part in parts} & modules or {
-                    module
-                } & modules
+                inner = {f"{module}.{part.name}" for part in parts} & modules
+                yield from inner or {module} & modules
             case ast.Import(names=parts):
                 yield from {part.name for part in parts} & modules
             case _:
@@ -91,24 +90,30 @@ def loose_tasks() -> Iterator[str]:
 
 
 def kernels_by_name() -> Iterator[str]:
-    """Yield places where a stage names a kernel, or looks one up, instead of reading its record."""
+    """Yield places where a stage names a kernel, or looks one up, instead of reading its record,
+    and the exceptions that no place needs."""
+    unused, normalised = set(NAMED_KERNELS), 0
     for name, nodes in PACKAGE.items():
         folder = name.split("/")[0]
         for node in nodes:
             where = f"tilegen/{name}:{getattr(node, 'lineno', 0)}"
             match node:
                 case ast.Constant(value=str() as word) | ast.Name(id=word):
-                    known = (name, word.lower()) in NAMED_KERNELS
-                    if folder in STAGES and word.lower() in KERNELS and not known:
-                        yield f"{where}: names the kernel {word}"
+                    if folder in STAGES and word.lower() in KERNELS:
+                        unused.discard((name, word.lower()))
+                        if (name, word.lower()) not in NAMED_KERNELS:
+                            yield f"{where}: names the kernel {word}"
                     is_choice = folder in ("model", "choose")
                     if is_choice and word == "KERNELS" and name not in LOOKS_KERNELS_UP:
                         yield f"{where}: looks a kernel up"
                 case ast.Attribute(attr="normal") if folder in ("model", "choose"):
-                    if name != NORMALISES:
+                    normalised += name == NORMALISES
+                    if name != NORMALISES or normalised > 1:
                         yield f"{where}: a task is of the normal form already"
                 case _:
                     pass
+    for name, word in sorted(unused):
+        yield f"tilegen/{name}: no longer names the kernel {word}; take it out of NAMED_KERNELS"
 
 
 TORCH = {
@@ -145,7 +150,8 @@ READERS = {"private_torch.py": TORCH, "private_triton.py": TRITON | ATTRIBUTES}
 
 def undocumented() -> Iterator[str]:
     """Yield undocumented names of PyTorch and Triton that are read elsewhere, or no longer."""
-    for name, nodes in PACKAGE.items():
+    for name in sorted({*PACKAGE, *READERS}):
+        nodes = PACKAGE.get(name, [])
         names = {x for x in _names_of_packages(nodes) if _is_undocumented(x)}
         attributes = {x.attr for x in nodes if isinstance(x, ast.Attribute)} & ATTRIBUTES
         expected = READERS.get(name, set[str]())
@@ -203,9 +209,17 @@ VAGUE_PHRASE = re.compile(
     r"|who asks|what it gives|is no number|what of|what lies)\b"
 )
 HIDDEN_RESULT = re.compile(r"(?:Return|Yield|Whether) what\b")
-NO_PAGES = ("benchmarks/results/", ".", "build/", "out/", "dist/")
-"""Folders with pages of other programs, or with tables alone."""
-PAGES_OF_RESULTS = ("benchmarks/results/h200/README.md", "benchmarks/results/published/README.md")
+PAGES = [
+    *ROOT.glob("*.md"),
+    *ROOT.glob("benchmarks/*.md"),
+    *(ROOT / "benchmarks/results").glob("[hp]*/README.md"),  # the others hold tables alone
+    *(
+        page
+        for folder in ("cache", "templates", "tests", "tilegen")
+        for page in (ROOT / folder).rglob("*.md")
+    ),
+]
+"""Pages with prose."""
 
 
 def english() -> Iterator[str]:
@@ -259,11 +273,8 @@ def _bound_names(nodes: Nodes) -> Iterator[tuple[int, str]]:
 def long_lines() -> Iterator[str]:
     """Yield the places of lines of prose beyond WIDTH; tables, code and lines that are a single
     link or figure may be longer."""
-    for path in sorted(ROOT.rglob("*.md")):
-        name = path.relative_to(ROOT).as_posix()
-        if name.startswith(NO_PAGES) and name not in PAGES_OF_RESULTS:
-            continue
-        is_code = False
+    for path in PAGES:
+        name, is_code = path.relative_to(ROOT).as_posix(), False
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
             if line.lstrip().startswith("```"):
                 is_code = not is_code

@@ -3,11 +3,10 @@ template changes."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,7 +32,7 @@ def compiled_once(tmp_path_factory: pytest.TempPathFactory, level: int = 0) -> I
     base = tmp_path_factory.getbasetemp()
     shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "tilegen-compiled"
     shared.mkdir(mode=0o700, exist_ok=True)
-    with contextlib.suppress(FileExistsError):
+    with suppress(FileExistsError):
         (shared / "kernels").symlink_to(_kept())
     processor = target.host()
     if os.environ.get("ATEN_CPU_CAPABILITY") == "default":
@@ -45,8 +44,8 @@ def compiled_once(tmp_path_factory: pytest.TempPathFactory, level: int = 0) -> I
         patch.delenv("TILEGEN_CPU")  # kernels are the default
         for module, name in ((dispatch, "torch_run"), (paged_call, "by_request")):
             patch.setattr(module, name, partial(_refuse, getattr(module, name)))
-        # Compiling is most of the work of these tests. Which instructions LLVM chooses does not
-        # follow from an emitted kernel; test_optimised.py and tests/compiler have it optimise.
+        # Compiling is most of the work of these tests, and which instructions LLVM chooses does not
+        # follow from an emitted kernel.
         compile_for(replace(processor, level=level), patch)
         yield
     plans.forget()

@@ -21,6 +21,8 @@ from tilegen.model.traffic import traffic_of
 from tilegen.theory.optimum import product_tiles
 
 RESULTS = io_study.OUT
+COUNTED = read(RESULTS / "counts.csv")
+BYTES = {"fp32": 4, "fp16": 2}
 
 
 def test_footprints_by_hand() -> None:
@@ -184,12 +186,26 @@ def test_counting_runs_the_emitted_kernels() -> None:
     assert causal["fwd"] == (2 * (64 * 16 + (32 + 64) * 32), 2 * 64 * 16 + 4 * 64)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family, direction, head_dim, dtype",
+    sorted({(r["family"], r["direction"], r["head_dim"], r["dtype"]) for r in COUNTED[::10]}),
+)
+def test_committed_tiles_are_those_of_today_s_frontier(
+    family: Any, direction: Any, head_dim: str, dtype: str
+) -> None:
+    steps = frontier(family, direction, int(head_dim), BYTES[dtype], sweep.LONG)
+    where = {"family": family, "direction": direction, "head_dim": head_dim, "dtype": dtype}
+    for row in COUNTED[::10]:
+        if where.items() <= row.items():
+            assert [step.key for step in steps].count(row["tiles"]) == 1
+
+
 def test_committed_counts_equal_today_s_formula() -> None:
-    rows = read(RESULTS / "counts.csv")
-    assert len(rows) > 300
-    assert {row["equal"] for row in rows} == {"True"}
-    for row in rows[::10]:
-        size = {"fp32": 4, "fp16": 2}[row["dtype"]]
+    assert len(COUNTED) > 300
+    assert {row["equal"] for row in COUNTED} == {"True"}
+    for row in COUNTED[::10]:
+        size = BYTES[row["dtype"]]
         configs: dict[Any, TileConfig] = {}
         for kernel, tile in (text.split() for text in row["tiles"].split(", ")):
             m, n, d = (*map(int, tile.split("x")), 0)[:3]
@@ -213,11 +229,9 @@ def test_committed_masks_are_never_below_the_bound_and_structured_ones_below_the
 
 
 def test_committed_slopes_show_both_regimes() -> None:
-    rows = read(RESULTS / "counts.csv")
-
     def slope(family: str, head_dim: int) -> float:
         where = {"direction": "forward", "dtype": "fp32", "head_dim": str(head_dim)}
-        return sweep.slope(sweep.points(rows, family, where))
+        return sweep.slope(sweep.points(COUNTED, family, where))
 
     assert slope("q_stationary", 64) < -0.95
     assert -0.65 < slope("small_cache", 512) < -0.45
