@@ -4,6 +4,7 @@ register of the loop over full tiles is spilled, and exponentials stay beside th
 from __future__ import annotations
 
 import re
+from importlib.metadata import version
 
 import pytest
 
@@ -59,7 +60,8 @@ def test_full_tiles_spill_nothing_and_hide_exponentials(text: str) -> None:
     assert step.exposed_exponentials == 0
     # Four schedulers. The ptxas of another Triton orders some instructions otherwise, 1 % of the
     # tensor cores' clocks; a product without a softmax beside it exposes many times as many.
-    assert step.exposed / 4 <= exposed + tensor / 50
+    others = 0 if version("triton") == "3.7.1" else tensor / 50
+    assert step.exposed / 4 <= exposed + others
     assert step.multiply_adds / 2048 == tensor  # multiply-adds of an SM's tensor cores in a clock
     assert not step.serialized
     for loop in loops_of_steps(built, step):
