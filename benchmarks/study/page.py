@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.rows import markdown, read
-from benchmarks.study import closed, miss_page, sweep
+from benchmarks.study import closed, sweep
 from benchmarks.study.tiles import LARGE_CACHE
 from tilegen.kernels.spec import Direction
 
@@ -212,7 +212,6 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "masks": masks,
     "long_masks": long_masks,
     "devices": devices,
-    **miss_page.TABLES,
 }
 
 

@@ -4,15 +4,13 @@ what partial results may take, and what short requests cost in a grid for long o
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
+from itertools import product
 
 import pytest
 
 import tilegen
-from benchmarks import capacity
-from tests.result_files import own_columns
 from tests.tasks import task, tiled
-from tilegen.choose.ranker import propose
+from tilegen.choose.ranker import best_of, estimate, propose
 from tilegen.choose.search_space import MOST_LEFT, all_configs
 from tilegen.explaining.explained import explain
 from tilegen.explaining.facts import values_of
@@ -21,7 +19,7 @@ from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import TileConfig
 from tilegen.kernels.split_kv import FILLING, usual_tiles
 from tilegen.model.launches import launches
-from tilegen.model.splits import splits_of
+from tilegen.model.splits import divided_splits, splits_of
 from tilegen.problem import AttentionProblem
 from tilegen.task import KernelTask, Tiled
 
@@ -120,29 +118,38 @@ def test_an_explanation_says_that_keys_are_divided() -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Short requests in a grid for long ones
+# Requests of 4k keys in a grid for 128k
+
+SERVED = {
+    "Llama 3 70B": "b{batch} hq64 hkv8 q1 kv{keys} d128 bf16 full page16",
+    "DeepSeek V3": "b{batch} hq128 hkv1 q1 kv{keys} d576/512 bf16 full page64 latent",
+}
 
 
-def test_the_table_of_the_repository_equals_the_model(tmp_path: Path) -> None:
-    path = tmp_path / "capacity.csv"
-    capacity.write(path, capacity.rows())
-    rows, kept = (own_columns(one, capacity.Row) for one in (path, capacity.OUT))
-    assert rows == kept, "python -m benchmarks.capacity"
+def in_a_long_grid(model: str, batch: int) -> tuple[TileConfig, int, Tiled, Tiled]:
+    """Return the config and the splits of the grid, then the kernel of the short requests with
+    splits of a fixed number of keys, and with their keys divided over the splits."""
+    long, short = (
+        AttentionProblem.parse(SERVED[model].format(batch=batch, keys=keys))
+        for keys in (131072, 4096)
+    )
+    config = best_of(KernelTask.of("fwd_paged", long, H200)).config
+    grid = splits_of(Tiled.of("fwd_paged", long, H200, config))
+    tiles = divided_splits(short, config, grid.count, grid.tiles_of_group).longest
+    divided = replace(config, split_kv=tiles * config.block_n)
+    fixed_and_divided = (Tiled.of("fwd_paged", short, H200, one) for one in (config, divided))
+    return (config, grid.count, *fixed_and_divided)
 
 
-def test_the_page_on_integrations_shows_the_table_of_the_repository() -> None:
-    page = (Path(__file__).parents[2] / "tilegen" / "integrations" / "README.md").read_text()
-    for row in own_columns(capacity.OUT, capacity.Row)[1:]:
-        model, problem, _, splits, partials, fixed, fixed_us, divided, divided_us = row
-        requests = problem.partition(" ")[0].removeprefix("b")
-        shown = (model, requests, splits, fixed, f"{float(fixed_us):.4g}", divided)
-        ends = (f"{float(divided_us):.4g}", f"{float(partials):g}")
-        assert f"| {' | '.join((*shown, *ends))} |" in page
+def programs(tiled: Tiled) -> int:
+    splits = splits_of(tiled)
+    problem = tiled.problem
+    return int(problem.batch * problem.num_heads_kv * splits.tiles_of_group * splits.programs)
 
 
 def test_splits_of_short_requests_are_those_of_the_kernel() -> None:
     """By hand: 4096 keys are 32 tiles of 128, 64 of 64."""
-    for model, batch, fixed, tiles in (
+    for model, batch, fixed_splits, tiles in (
         ("Llama 3 70B", 1, 1, 2),  # a 16th, as the grid has 16 splits
         ("Llama 3 70B", 8, 1, 8),  # a quarter gives 256 programs, and is the usual split
         ("Llama 3 70B", 256, 1, 8),
@@ -150,22 +157,24 @@ def test_splits_of_short_requests_are_those_of_the_kernel() -> None:
         ("DeepSeek V3", 8, 1, 4),  # a 16th, which gives 256 programs
         ("DeepSeek V3", 256, 1, 64),  # 512 programs without splits: the usual split is larger
     ):
-        row = capacity.row(model, batch)
-        short = AttentionProblem.parse(row.problem.replace("kv131072", "kv4096"))
-        config = TileConfig.parse(row.config)
-        groups = row.fixed_programs // fixed
+        config, splits, fixed, divided = in_a_long_grid(model, batch)
+        groups = programs(fixed) // fixed_splits
         assert groups == batch * (8 if model == "Llama 3 70B" else 2)
         every = 4096 // config.block_n
-        assert row.divided_programs == groups * -(-every // tiles)
+        assert programs(divided) == groups * -(-every // tiles)
         to_fill = -(-FILLING // groups)
-        usual = usual_tiles(short, config)
-        assert tiles == max(min(usual, -(-every // to_fill)), -(-every // row.splits))
+        usual = usual_tiles(fixed.problem, config)
+        assert tiles == max(min(usual, -(-every // to_fill)), -(-every // splits))
 
 
 def test_short_requests_win_where_programs_are_few_and_lose_little_elsewhere() -> None:
-    for row in capacity.rows():
-        assert row.divided_programs >= row.fixed_programs
-        assert row.divided_us < 1.01 * row.fixed_us
-        if row.fixed_programs < H200.num_sms / 2:
-            assert row.divided_us < 0.85 * row.fixed_us
-        assert row.partials_mib <= MOST_LEFT / 2**20
+    for model, batch in product(SERVED, (1, 8, 32, 256)):
+        _, splits, fixed, divided = in_a_long_grid(model, batch)
+        assert programs(divided) >= programs(fixed)
+        before, after = (estimate(one).seconds for one in (fixed, divided))
+        assert after < 1.01 * before
+        if programs(fixed) < H200.num_sms / 2:
+            assert after < 0.85 * before
+        problem = fixed.problem
+        partials = batch * problem.num_heads_q * splits * problem.head_dim_v * 4
+        assert partials <= MOST_LEFT
