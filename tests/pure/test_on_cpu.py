@@ -163,6 +163,24 @@ def test_heads_of_a_group_share_keys_if_queries_are_few_and_keys_many(
     assert family_on_cpu(problem, "forward").name == family
 
 
+@pytest.mark.parametrize(
+    "text, tile",
+    [
+        ("hq8 q1 kv16 d64 fp32 full", (1, 16)),
+        ("hq8 q1 kv400 d64 fp32 full", (1, 64)),
+        ("hq8 q3 kv200 d64 fp32 causal", (4, 32)),
+        ("hq32 hkv8 q1 kv200 d128 bf16 full dropout", (1, 64)),
+    ],
+)
+def test_a_tile_of_few_queries_on_few_keys_has_no_other_rows(
+    text: str, tile: tuple[int, int]
+) -> None:
+    few = task(text)
+    assert family_on_cpu(few.problem, "forward").name == "q_stationary"
+    assert chosen_config(few) == TileConfig(block_m=tile[0], block_n=tile[1])
+    assert {config.block_m for config in space(few)} == {chosen_config(few).block_m}
+
+
 @pytest.mark.parametrize("kernel", [name for name, one in KERNELS.items() if not one.specialised])
 @pytest.mark.parametrize("mask", ["causal", "keep(k<0)"])
 def test_every_kernel_has_a_tile_or_a_reason(kernel: str, mask: str) -> None:

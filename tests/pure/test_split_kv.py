@@ -130,7 +130,7 @@ def test_the_grid_has_a_program_for_each_split_and_group() -> None:
         ("m8h64n64k256w4s2", "fwd_split", "block_m of fwd_split must be one of"),
         ("m16n64k256w4s2", "fwd", "does not split"),
         ("m2h8n64w4s2", "bwd_dq", "does not split"),
-        ("m8n64w4s2", "fwd", "block_m of fwd must be one of"),
+        ("m8n64w4s2", "bwd_dq", "block_m of bwd_dq must be one of"),
         ("m2n16w4s1", "fwd_combine", "block_m of fwd_combine must be one of"),
     ],
 )

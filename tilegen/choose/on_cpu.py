@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from tilegen.cpu.choice import config_by_rule, family_by_rule
+from tilegen.cpu.choice import FEW_ROWS, config_by_rule, family_by_rule
 from tilegen.errors import Unsupported
 from tilegen.kernels.config import TileConfig
 from tilegen.kernels.registry import check_config
@@ -60,14 +60,14 @@ def space(task: KernelTask) -> list[TileConfig]:
     """Return the tiles that a kernel can have on a processor, the usual tile first.
 
     Splits and shares are fixed by rules: they divide work over threads, and single-thread timings
-    cannot rank them. The rows of tiles with several heads are fixed, too. Kernels that pass over
-    their rows once have a single tile.
+    cannot rank them. The rows of tiles with several heads or few queries are fixed, too. Kernels
+    that pass over their rows once have a single tile.
     """
     usual, spec, problem = usual_config(task), task.spec, task.problem.bucket
     if not spec.masked or task.in_order:
         return [usual]
     rows = spec.knobs.block_m
-    if spec.packs or usual.heads > 1:
+    if spec.packs or usual.heads > 1 or usual.block_m < rows[0]:
         rows = (usual.block_m,)
     configs = [usual]
     for block_m in rows:
@@ -89,9 +89,10 @@ def chosen_config(task: KernelTask) -> TileConfig:
 
 @lru_cache(maxsize=1024)
 def _chosen(task: KernelTask) -> TileConfig:
-    if task.spec.packs:  # the model cannot predict keys divided over threads
-        return usual_config(task)
-    configs = space(task)
+    usual, configs = usual_config(task), space(task)
+    # The model cannot predict keys divided over threads, nor products that wait for memory.
+    if task.spec.packs or usual.block_m < FEW_ROWS:
+        return usual
     return configs[0] if len(configs) == 1 else ranked(task, configs)[0]
 
 

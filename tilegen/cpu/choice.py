@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from tilegen.cpu.tile_table import cpu_config
 from tilegen.kernels.config import BLOCK_SIZES, Kernel, TileConfig
-from tilegen.kernels.q_stationary import Q_STATIONARY
+from tilegen.kernels.q_stationary import FWD, Q_STATIONARY
 from tilegen.kernels.registry import BACKWARD, KERNELS
 from tilegen.kernels.spec import Direction, FamilySpec
 from tilegen.kernels.split_kv import PAGED, SPLIT_KV
@@ -50,9 +50,9 @@ def family_by_rule(problem: AttentionProblem, direction: Direction) -> FamilySpe
         return SPLIT_KV
     if problem.dropout:  # kernels with splits do not support dropout
         return Q_STATIONARY
-    has_many_keys = problem.seqlen_kv >= LEAST_SPLIT
+    has_many_keys = problem.seqlen_kv >= 2 * LEAST_SPLIT
     is_thin = problem.seqlen_q < FEW_ROWS and (packed_heads(problem) > 1 or has_many_keys)
-    may_split = problem.seqlen_kv >= 2 * LEAST_SPLIT and _programs(problem) < BUSY
+    may_split = has_many_keys and _programs(problem) < BUSY
     return SPLIT_KV if is_thin or may_split or _shares_keys(problem) else Q_STATIONARY
 
 
@@ -68,6 +68,10 @@ def _shares_keys(problem: AttentionProblem) -> bool:
 def config_by_rule(problem: AttentionProblem, kernel: Kernel) -> TileConfig:
     """Return the config of a kernel for a bucket's problem."""
     spec, config = KERNELS[kernel], cpu_config(problem, kernel)
+    if spec == FWD and problem.seqlen_q < FEW_ROWS:
+        most = min(config.block_n, problem.seqlen_kv)
+        keys = _thin_keys(problem, problem.seqlen_q, most)
+        return replace(config, block_m=problem.seqlen_q, block_n=keys)
     if not (spec.splits and spec.packs):
         return config
     heads = packed_heads(problem)
@@ -85,7 +89,7 @@ def config_by_rule(problem: AttentionProblem, kernel: Kernel) -> TileConfig:
 def _thin_keys(problem: AttentionProblem, rows: int, usual: int) -> int:
     """Return the keys of a tile with few rows."""
     most = usual
-    if rows > 1 and not problem.page:
+    if 1 < rows <= THIN_ROWS and not problem.page:
         most = min(most, THIN_BYTES // (problem.head_dim_qk * problem.element_bytes))
     return max(size for size in BLOCK_SIZES if size <= max(most, BLOCK_SIZES[0]))
 

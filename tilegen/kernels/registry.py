@@ -181,7 +181,7 @@ def check_config(config: TileConfig, kernel: Kernel) -> None:
         is_free = not (spec.sliced or spec.parts or max(allowed) < least) and value in BLOCK_SIZES
         is_free &= not spec.specialised
         # Tiles of few rows are for CPUs, which compute only the rows that exist.
-        is_free |= name == "block_m" and spec.packs and value < least
+        is_free |= name == "block_m" and (spec.packs or kernel == "fwd") and value < least
         if value not in allowed and not is_free:
             raise Unsupported(
                 f"{name} of {kernel} must be one of {allowed}, got {value} in {config.key}"
