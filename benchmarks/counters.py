@@ -25,8 +25,8 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.environment import ROOT, Environment, environment, gpu_at_hand
-from benchmarks.rows import with_environment, write
+from benchmarks.environment import ROOT, Environment, gpu_at_hand
+from benchmarks.rows import write
 from benchmarks.workloads import Workload, head
 from tilegen.choose.ranker import estimate
 from tilegen.compiling.digests import noting_launches
@@ -177,9 +177,7 @@ def compare(workload: Workload, predicted: CostEstimate, counted: Counted) -> Co
         columns[f"predicted_{name}{unit}"] = expected
         columns[f"counted_{name}{unit}"] = int(counted_bytes)
         columns[f"{name}_ratio"] = round(counted_bytes / expected, 4) if expected else None
-    return with_environment(
-        CounterRow,
-        environment(),
+    return CounterRow(
         workload=workload.name,
         problem=workload.problem.key,
         kernel=predicted.kernel,

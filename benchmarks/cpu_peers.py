@@ -15,7 +15,6 @@ import os
 import random
 import statistics
 import time
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,9 +23,11 @@ from typing import Annotated
 import torch
 import typer
 
+from benchmarks.cpu_calls import Summary
 from benchmarks.cpu_peer_calls import PEERS, Call, Case
-from benchmarks.environment import RESULTS, Environment, environment
-from benchmarks.rows import append, read, same_values, with_environment
+from benchmarks.environment import RESULTS, Environment, Minutes, Seconds
+from benchmarks.rows import grouped, in_time, keep, markdown, read, same_values, shown
+from tilegen.check.reference import make_inputs
 from tilegen.cpus.host import current_cpu
 from tilegen.errors import Unsupported
 from tilegen.problem import AttentionProblem
@@ -80,18 +81,8 @@ def cases() -> Iterator[AttentionProblem]:
 
 def case_of(problem: AttentionProblem) -> Case:
     """Draw the inputs of a problem."""
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[problem.dtype]
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (
-        torch.randn(1, heads, length, problem.head_dim_qk, generator=generator).to(dtype)
-        for heads, length in (
-            (problem.num_heads_q, problem.seqlen_q),
-            *[(problem.num_heads_kv, problem.seqlen_kv)] * 2,
-        )
-    )
-    text = str(problem.mask)
-    window = int(text.split("(")[1].split(",")[0]) if text.startswith("window") else -1
-    return Case(q=q, k=k, v=v, causal=text != "full", window=window, threads=1)
+    inputs = make_inputs(problem)
+    return Case(problem=problem, q=inputs.q, k=inputs.k, v=inputs.v, threads=1)
 
 
 def error_of(case: Case, output: torch.Tensor) -> float:
@@ -126,28 +117,26 @@ def times_of(calls: Mapping[str, Call], seconds: float) -> dict[str, list[float]
     times: dict[str, list[float]] = {name: [] for name in calls}
     rounds, end = 0, time.perf_counter() + seconds * len(calls)
     shuffled = random.Random(0)
+
+    def took(name: str, repeats: int) -> float:
+        clock, run = PEERS[name].clock, calls[name].run
+        start = clock()
+        for _ in range(repeats):
+            run()
+        return (clock() - start) / repeats
+
     while rounds < LEAST_ROUNDS or (rounds < MOST_ROUNDS and time.perf_counter() < end):
         for name in shuffled.sample(list(calls), len(calls)):
-            clock, run = PEERS[name].clock, calls[name].run
-            if clock is not time.thread_time:
+            if PEERS[name].clock is not time.thread_time:
                 time.sleep(PAUSE)
-            start = clock()
-            run()
-            took = clock() - start
-            if took < SHORT:
-                repeats = max(1, int(SHORT / max(took, 1e-6)))
-                start = clock()
-                for _ in range(repeats):
-                    run()
-                took = (clock() - start) / repeats
-            times[name].append(took)
+            once = took(name, 1)
+            repeats = max(1, int(SHORT / max(once, 1e-6)))
+            times[name].append(took(name, repeats) if once < SHORT else once)
         rounds += 1
     return times
 
 
-def measure(
-    problem: AttentionProblem, names: Iterable[str], seconds: float, machine: Environment
-) -> Iterator[PeerRow]:
+def measure(problem: AttentionProblem, names: Iterable[str], seconds: float) -> Iterator[PeerRow]:
     """Yield the rows of one case."""
     case = case_of(problem)
     with torch.no_grad():
@@ -157,9 +146,7 @@ def measure(
         times = times_of({name: call for name, call, _ in prepared}, seconds)
     own = times["tilegen"]
     for name, _, error in prepared:
-        yield with_environment(
-            PeerRow,
-            machine,
+        yield PeerRow(
             processor=current_cpu().name,
             problem=problem.key,
             peer=name,
@@ -172,82 +159,79 @@ def measure(
         )
 
 
+def line(row: PeerRow) -> str:
+    """Return a row as a terminal shows it."""
+    return (
+        f"{row.problem:45} {row.peer:20} {row.median_ms:10.3f} ms  {row.ratio:6.2f} times tilegen's"
+    )
+
+
 def summary(rows: Iterable[Mapping[str, str]]) -> Iterator[str]:
     """Yield a table for each processor: peers' times over tilegen's, then the losses."""
-    tables: dict[str, dict[str, dict[str, Mapping[str, str]]]] = defaultdict(dict)
-    for row in rows:
-        tables[row["processor"]].setdefault(row["problem"], {})[row["peer"]] = row
-    for processor, problems in tables.items():
-        met = {
-            name: row["version"] for of_case in problems.values() for name, row in of_case.items()
-        }
+    cases_of: dict[str, dict[str, Mapping[str, Mapping[str, str]]]] = {}
+    for (processor, problem), case in grouped(rows, ("processor", "problem"), "peer").items():
+        cases_of.setdefault(processor, {})[problem.removeprefix("b1 ")] = case
+    for processor, problems in cases_of.items():
+        met = {name: row["version"] for case in problems.values() for name, row in case.items()}
         names = [name for name in PEERS if name in met and name != "tilegen"]
         yield f"{processor}; one thread: times over tilegen's, above 1 tilegen is faster"
         yield ""
-        yield f"| problem | tilegen | {' | '.join(names)} |"
-        yield "| --- " * (len(names) + 2) + "|"
-        losses: list[str] = []
-        for problem, of_case in problems.items():
-            cells = [
-                problem.removeprefix("b1 "),
-                f"{float(of_case['tilegen']['median_ms']):.3g} ms",
+        lines = [
+            [
+                *(problem, f"{float(case['tilegen']['median_ms']):.3g} ms"),
+                *(f"{float(case[name]['ratio']):.2f}" if name in case else "" for name in names),
             ]
-            for name in names:
-                ratio = float(of_case[name]["ratio"]) if name in of_case else float("nan")
-                cells.append(f"{ratio:.2f}" if ratio == ratio else "")
-                if ratio < 1:
-                    losses.append(f"slower than {name}, {ratio:.2f}: {problem.removeprefix('b1 ')}")
-            yield f"| {' | '.join(cells)} |"
+            for problem, case in problems.items()
+        ]
+        yield from markdown(("problem", "tilegen", *names), lines).splitlines()
         yield ""
+        losses = [
+            f"slower than {name}, {float(case[name]['ratio']):.2f}: {problem}"
+            for problem, case in problems.items()
+            for name in names
+            if name in case and float(case[name]["ratio"]) < 1
+        ]
         yield from losses or ["never slower than a peer"]
-        yield ""
-        yield ", ".join(f"{name} {met[name]}" for name in names)
-        yield ""
+        yield from ("", ", ".join(f"{name} {met[name]}" for name in names), "")
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="result file")] = OUT,
-    minutes: Annotated[float, typer.Option(help="time to spend")] = 20.0,
-    seconds: Annotated[float, typer.Option(help="time for each peer of a case")] = 2.0,
-    peers: Annotated[str, typer.Option(help="names, separated by commas; default: all")] = "",
-    only_summary: Annotated[
-        bool, typer.Option("--summary", help="print the tables of a result file")
-    ] = False,
+    out: Annotated[Path, typer.Option(help="Result file.")] = OUT,
+    minutes: Minutes = 20.0,
+    seconds: Seconds = 2.0,
+    peers: Annotated[str, typer.Option(help="Names, separated by commas; default: all.")] = "",
+    only_summary: Summary = False,
 ) -> None:
-    """Measure cases that the result file does not have yet of the peers that are installed."""
+    """Measure the cases that the result file lacks, of the peers that are installed.
+
+    Example: python -m benchmarks.cpu_peers --minutes 20
+    """
     if only_summary:
-        print(*summary(read(out)), sep="\n")
+        print(*summary(shown(out)), sep="\n")
         return
-    asked = ["tilegen", *(peers.split(",") if peers else list(PEERS)[1:])]
+    asked = peers.split(",") if peers else list(PEERS)[1:]
     unknown = [name for name in asked if name not in PEERS]
     if unknown:
         raise typer.BadParameter(f"expected some of {', '.join(PEERS)}, got {', '.join(unknown)}")
     absent = sorted({PEERS[name].package for name in asked if not PEERS[name].version})
     if absent:
         print(f"not installed, so not timed; pip install --no-deps {' '.join(absent)}")
-    names = [name for name in asked if PEERS[name].version]
     torch.set_num_threads(1)
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    end, machine = time.monotonic() + 60 * minutes, environment()
-    done = same_values(read(out), ("processor", "problem", "peer"))
-    left = 0
-    for problem in cases():
-        here = current_cpu().name
-        todo = [name for name in names[1:] if (here, problem.key, name) not in done]
-        if not todo:
-            continue
-        if time.monotonic() > end:
-            left += 1
-            continue
-        print(problem.key, flush=True)
-        for row in measure(problem, ["tilegen", *todo], seconds, machine):
-            append(out, row)
-            print(
-                f"    {row.peer:20} {row.median_ms:10.3f} ms  {row.ratio:6.2f} times tilegen's",
-                flush=True,
-            )
-    if left:
-        print(f"time is up: {left} cases left; type the same command again")
+    done, here = same_values(read(out), ("processor", "problem", "peer")), current_cpu().name
+    todo = [
+        (problem, names)
+        for problem in cases()
+        if (
+            names := [
+                name
+                for name in asked
+                if PEERS[name].version and (here, problem.key, name) not in done
+            ]
+        )
+    ]
+    for problem, names in in_time(todo, minutes):
+        keep(out, measure(problem, ["tilegen", *names], seconds), line)
 
 
 if __name__ == "__main__":

@@ -24,9 +24,9 @@ import numpy as np
 import typer
 
 import tilegen
-from benchmarks.environment import RESULTS, ROOT, Environment, environment
+from benchmarks.environment import RESULTS, ROOT, Environment
 from benchmarks.recordings import Recorder, Recording, file_of, new_session, read
-from benchmarks.rows import append, with_environment
+from benchmarks.rows import append
 from benchmarks.rows import read as read_rows
 from tilegen.choose.on_cpu import chosen_config, space, tuned_space, usual_config
 from tilegen.choose.ranker import estimate
@@ -175,9 +175,7 @@ def regret_of(task: KernelTask, recording: Recording) -> RegretRow:
             pairs = pairs_of(best, run_of(config), least=LEAST, seconds=SECONDS)
         return statistics.median(b / a for a, b in pairs) - 1
 
-    return with_environment(
-        RegretRow,
-        environment(),
+    return RegretRow(
         processor=task.device.name,
         kernel=task.kernel,
         problem=task.problem.key,

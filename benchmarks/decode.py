@@ -24,13 +24,12 @@ from benchmarks.arithmetic import compulsory_bytes
 from benchmarks.environment import (
     RESULTS,
     Environment,
-    environment,
-    gpu_folder,
+    dated,
     has_gpu,
     start_over,
 )
 from benchmarks.providers import providers
-from benchmarks.rows import with_environment, write
+from benchmarks.rows import write
 from benchmarks.run import cases, run
 from benchmarks.workloads import SERVED, Workload
 from tilegen import cpu
@@ -153,9 +152,7 @@ def predict(target: Target) -> Predicted:
     launches = sum(launch_seconds(KernelTask.of(cost.kernel, problem, spec), 1) for cost in best)
     split = [one for one in best if KERNELS[one.kernel].splits]
     counts = [splits_of(Tiled.of(one.kernel, problem, spec, one.config)).count for one in split]
-    return with_environment(
-        Predicted,
-        environment(),
+    return Predicted(
         name=target.workload.name,
         problem=problem.key,
         family=name,
@@ -237,7 +234,7 @@ def main(
         [target.workload for target in TARGETS],
         [provider for provider in providers() if provider.name in PEERS],
     )
-    path = csv or RESULTS / gpu_folder() / f"{environment().date}.csv"
+    path = dated(csv)
     deadline = started + 60 * minutes
     try:
         left = run(todo, path, deadline=deadline, seconds=seconds, spec=detect())

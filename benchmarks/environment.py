@@ -1,4 +1,4 @@
-"""Environment of a measurement: GPU, driver, versions, commit."""
+"""Environment of a measurement (GPU, driver, versions, commit), and options of many commands."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import platform
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -24,24 +24,53 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 """Folder of result files."""
+Minutes = Annotated[float, typer.Option(help="Start nothing new after this long.")]
+Seconds = Annotated[float, typer.Option(help="Measuring time of one row.")]
+Csv = Annotated[
+    Path | None, typer.Option(help="Result file. Default: benchmarks/results/<gpu>/<date>.csv.")
+]
+
+
+def _here(name: str) -> Any:
+    """Return a field that this process fills in."""
+    return field(default_factory=lambda: _values()[name])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """Columns that every row of a result file ends with; rows inherit them."""
+    """Columns that every row of a result file ends with: rows inherit them, and by default they say
+    where the row is made."""
 
-    gpu: str
+    gpu: str = _here("gpu")
     """Name that the driver gives the GPU; the processor's if there is none."""
-    driver: str
-    cuda: str
-    python: str
-    torch: str
-    triton: str
-    commit: str
+    driver: str = _here("driver")
+    cuda: str = _here("cuda")
+    python: str = _here("python")
+    torch: str = _here("torch")
+    triton: str = _here("triton")
+    commit: str = _here("commit")
     """Commit of this checkout; ends in -dirty when files differ from it."""
-    date: str
-    command: str
+    date: str = _here("date")
+    command: str = _here("command")
     """Command line that makes the row again."""
+
+
+@cache
+def _values() -> dict[str, str]:
+    import torch
+
+    versions = current_versions()
+    return {
+        "gpu": torch.cuda.get_device_name() if has_gpu() else processor(),
+        "driver": versions.driver,
+        "cuda": versions.cuda,
+        "python": platform.python_version(),
+        "torch": versions.torch,
+        "triton": versions.triton,
+        "commit": _commit(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "command": command_line(),
+    }
 
 
 def has_gpu() -> bool:
@@ -68,33 +97,20 @@ def start_over(deadline: float, *options: str) -> NoReturn:
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], *options, minutes])
 
 
-@cache
-def environment() -> Environment:
-    """Return the GPU or processor, driver, versions and commit of this process."""
-    import torch
-
-    versions = current_versions()
-    return Environment(
-        gpu=torch.cuda.get_device_name() if has_gpu() else processor(),
-        driver=versions.driver,
-        cuda=versions.cuda,
-        python=platform.python_version(),
-        torch=versions.torch,
-        triton=versions.triton,
-        commit=_commit(),
-        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
-        command=command_line(),
-    )
-
-
-def gpu_folder() -> str:
-    """Return the name of the results folder: the GPU's catalogue key, or its name in short."""
+def gpu_folder() -> Path:
+    """Return the folder of results of the GPU at hand, by its catalogue key or its name in short;
+    that of processors if there is none."""
     from tilegen.gpus.spec import detect
 
     if not has_gpu():
-        return "cpu"
+        return RESULTS / "cpu"
     spec = detect()
-    return spec.name if spec else environment().gpu.lower().replace(" ", "-")
+    return RESULTS / (spec.name if spec else Environment().gpu.lower().replace(" ", "-"))
+
+
+def dated(csv: Path | None) -> Path:
+    """Return the result file that was named, or that of today."""
+    return csv or gpu_folder() / f"{Environment().date}.csv"
 
 
 def processor() -> str:
@@ -118,23 +134,7 @@ def command_line() -> str:
     return " ".join([program, *sys.argv[1:]])
 
 
-def main(
-    out: Annotated[Path, typer.Option(help="File for what is found out.")],
-) -> None:
-    """Write down the GPU, driver, versions and commit, with what nvidia-smi and ncu say."""
-    lines = [f"{name:8} {value}" for name, value in asdict(environment()).items()]
-    lines += [f"cores    {processor()}", "", _output("nvidia-smi"), "", _output("ncu", "--version")]
-    out.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    print(out.read_text(encoding="utf-8"))
-
-
-def _commit() -> str:
-    """Return the checkout's commit, or `unknown` where git or the repository is missing."""
-    described = _output("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12")
-    return "unknown" if described.startswith("git: ") else described
-
-
-def _output(*command: str) -> str:
+def output(*command: str) -> str:
     """Return the output of a command, or its name and the reason why there is no output."""
     try:
         result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
@@ -143,5 +143,7 @@ def _output(*command: str) -> str:
     return result.stdout.strip()
 
 
-if __name__ == "__main__":
-    typer.run(main)
+def _commit() -> str:
+    """Return the checkout's commit, or `unknown` where git or the repository is missing."""
+    described = output("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12")
+    return "unknown" if described.startswith("git: ") else described

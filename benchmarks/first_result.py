@@ -22,8 +22,8 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.environment import RESULTS, ROOT, Environment, environment, gpu_folder, has_gpu
-from benchmarks.rows import append, with_environment
+from benchmarks.environment import ROOT, Environment, gpu_folder, has_gpu
+from benchmarks.rows import append
 from benchmarks.workloads import CATALOGUE
 from tilegen.check.reference import TORCH_DTYPES
 from tilegen.masks import causal
@@ -133,9 +133,7 @@ def rows(workload: str, *, repeats: int) -> Iterator[FirstResultRow]:
                     detail = _reason(error)  # which costs no other provider its row
                 seconds = statistics.median(times) if times else None
                 of_bundle = seconds if provider == "bundle" else of_bundle
-                yield with_environment(
-                    FirstResultRow,
-                    environment(),
+                yield FirstResultRow(
                     problem=problem.key,
                     direction=direction,
                     provider=provider,
@@ -221,7 +219,7 @@ def main(
     if not has_gpu():
         print("no GPU that PyTorch can use on this machine: nothing to time")
         raise typer.Exit(1)
-    path = csv or RESULTS / gpu_folder() / "first_result.csv"
+    path = csv or gpu_folder() / "first_result.csv"
     for row in rows(workload, repeats=repeats):
         print(line(row), flush=True)
         append(path, row)

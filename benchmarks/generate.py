@@ -23,14 +23,12 @@ import torch
 import typer
 
 from benchmarks.environment import (
-    RESULTS,
     Environment,
-    environment,
     gpu_folder,
     has_gpu,
     path_of_calls,
 )
-from benchmarks.rows import append, read, same_values, with_environment
+from benchmarks.rows import append, read, same_values
 from benchmarks.whole.generation import Case, Generated, Generating, Way
 from benchmarks.whole.models import require_transformers
 from benchmarks.whole.progress import progress
@@ -83,7 +81,7 @@ def cases(*, tiny: bool) -> list[Case]:
     ]
 
 
-def measure(case: Case, machine: Environment, *, threads: int, gib: float) -> Iterator[GenerateRow]:
+def measure(case: Case, *, threads: int, gib: float) -> Iterator[GenerateRow]:
     """Yield the rows of a case, all attentions timed in turns."""
     device = "cuda" if has_gpu() else "cpu"
     lost: dict[str, Exception] = {}
@@ -122,12 +120,10 @@ def measure(case: Case, machine: Environment, *, threads: int, gib: float) -> It
         known = {"case": case.key, "threads": threads, "attention": name}
         if name in lost:
             status = "does not fit" if isinstance(lost[name], DoesNotFit) else "failed"
-            yield with_environment(
-                GenerateRow, machine, status=status, detail=str(lost[name]), **known
-            )
+            yield GenerateRow(status=status, detail=str(lost[name]), **known)
         else:
             values = _values(name, runs, errors)
-            yield with_environment(GenerateRow, machine, status="ok", **known, **values)
+            yield GenerateRow(status="ok", **known, **values)
 
 
 def _values(
@@ -178,9 +174,8 @@ def main(
     Example: python -m benchmarks.generate --tiny --out generate.csv
     """
     require_transformers()
-    path = out or RESULTS / gpu_folder() / "generate.csv"
+    path = out or gpu_folder() / "generate.csv"
     end = time.monotonic() + 60 * minutes
-    machine = environment()
     number = threads or torch.get_num_threads()
     if not gib:
         free = torch.cuda.mem_get_info()[0] if has_gpu() else memory.available()
@@ -193,7 +188,7 @@ def main(
         if time.monotonic() > end:
             left += 1
             continue
-        for row in measure(case, machine, threads=number, gib=gib):
+        for row in measure(case, threads=number, gib=gib):
             append(path, row)
             print(line(row), flush=True)
     if left:

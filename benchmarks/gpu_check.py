@@ -31,13 +31,14 @@ import signal
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 
-from benchmarks.environment import ROOT, has_gpu
+from benchmarks.environment import ROOT, Environment, has_gpu, output, processor
 from benchmarks.parts import Outcome, Part, run_parts
 from benchmarks.run import named
 from benchmarks.summary import summarise
@@ -79,11 +80,6 @@ def parts(out: Path) -> list[Part]:
         return f"--minutes={seconds * STOPS_ITSELF / 60:.3f}"
 
     return [
-        Part(
-            name="environment",
-            command=lambda _: module("environment", f"--out={out / 'environment.txt'}"),
-            share=0.05,
-        ),
         Part(
             name="tests",
             command=lambda _: tests(),
@@ -159,6 +155,13 @@ def gather(chosen: Sequence[Part], out: Path, *, seconds: float) -> list[Outcome
     )
 
 
+def described() -> str:
+    """Return the GPU, driver, versions and commit, and what nvidia-smi and ncu print."""
+    lines = [f"{name:8} {value}" for name, value in asdict(Environment()).items()]
+    lines += [f"cores    {processor()}", "", output("nvidia-smi"), "", output("ncu", "--version")]
+    return "\n".join(lines) + "\n"
+
+
 def copy_trials(cache: Path, out: Path) -> None:
     """Copy the tuner's trial logs from the cache directory to `out`/trials."""
     for file in (cache / "trials").rglob("*.jsonl"):
@@ -191,6 +194,7 @@ def main(
     out = out.absolute()
     chosen = named("part", parts(out), part)
     out.mkdir(parents=True, exist_ok=True)
+    (out / "environment.txt").write_text(described(), encoding="utf-8")
     # One cache for all parts: benchmarks use what was tuned, and the user's own stays as it is.
     with tempfile.TemporaryDirectory(prefix="tilegen-gpu-check-") as cache:
         os.environ["TILEGEN_CACHE_DIR"] = cache

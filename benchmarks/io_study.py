@@ -43,6 +43,7 @@ def main(
 
     Example: python -m benchmarks.io_study
     """
+    from benchmarks import plots
     from benchmarks.study import devices, figures, masks, page, sweep
     from benchmarks.study.counting import Counters
 
@@ -51,7 +52,7 @@ def main(
     def say(text: str) -> None:
         print(f"[{time.monotonic() - started:5.0f} s] {text}", flush=True)
 
-    figures.require_matplotlib()
+    plots.require_matplotlib()
     if not draw:
         dims = (64,) if quick else sweep.HEAD_DIMS
         write(out / "devices.csv", devices.device_rows())

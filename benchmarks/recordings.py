@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from benchmarks.environment import RESULTS, Environment, environment
+from benchmarks.environment import RESULTS, Environment
 from tilegen.device import Device
 from tilegen.emit.identity import template_digest
 from tilegen.errors import InvalidRecord, TilegenError
@@ -66,7 +66,7 @@ def new_session(spec: Device, kernel: Kernel, problem: AttentionProblem, space: 
         problem=problem,
         template_digest=template_digest(kernel),
         space=space,
-        environment=environment(),
+        environment=Environment(),
     )
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
+
+import typer
 
 from benchmarks.environment import Environment
 from tilegen.errors import Unsupported
@@ -58,19 +61,6 @@ class Row(Environment):
     """Kernels that ran, or the reason why none did."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CpuRow(Environment):
-    """One number that needs no GPU."""
-
-    benchmark: str
-    value: float
-    unit: str
-    baseline: str
-    """What the ratio compares with; empty: nothing."""
-    ratio: float | None
-    """Value over baseline."""
-
-
 def columns(row_type: type[Any]) -> list[str]:
     """Return the header of a result file: a row's own columns, then those of its environment."""
     shared = [field.name for field in fields(Environment)]
@@ -78,23 +68,20 @@ def columns(row_type: type[Any]) -> list[str]:
     return own + shared
 
 
-def with_environment(row_type: type[R], environment: Environment, **values: Any) -> R:
-    """Return a row of `row_type` from its own values and those of the environment."""
-    return row_type(**values, **asdict(environment))
-
-
 def append(path: Path, row: Any) -> None:
     """Add one row to a result file and flush it to disk; a new file starts with the header. Raises
     Unsupported for a file with other columns."""
     path.parent.mkdir(parents=True, exist_ok=True)
     before = path.read_bytes() if path.exists() else b""
-    head, header = before.partition(b"\n")[0].decode(errors="replace"), ",".join(columns(type(row)))
-    if before and head != header:
+    header = before.partition(b"\n")[0].decode(errors="replace").split(",")
+    names = columns(type(row))
+    if before and sorted(header) != sorted(names):
         raise Unsupported(
-            f"expected the columns {header} in {path}, found {head}; name another file"
+            f"expected the columns {','.join(names)} in {path}, found {','.join(header)}; "
+            "name another file"
         )
     with path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, columns(type(row)), lineterminator="\n")
+        writer = csv.DictWriter(file, header if before else names, lineterminator="\n")
         if not before:
             writer.writeheader()
         elif not before.endswith(b"\n"):
@@ -124,10 +111,48 @@ def read(path: Path) -> list[dict[str, str]]:
         return [row for row in csv.DictReader(file) if None not in row.values()]
 
 
-def same_values(rows: Iterable[dict[str, str]], names: Iterable[str]) -> set[tuple[str, ...]]:
+def shown(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a result file, after printing on which machines they were measured.
+    Without rows, say so and exit with 1."""
+    if not (rows := read(path)):
+        print(f"no rows in {path}: measure first")
+        raise typer.Exit(1)
+    print(*dict.fromkeys(f"{row['gpu']}, {row['date']}" for row in rows), sep="\n", end="\n\n")
+    return rows
+
+
+def same_values(rows: Iterable[Mapping[str, str]], names: Iterable[str]) -> set[tuple[str, ...]]:
     """Return the values that rows have in the columns `names`."""
     wanted = tuple(names)
     return {tuple(row[name] for name in wanted) for row in rows}
+
+
+def grouped(
+    rows: Iterable[Mapping[str, str]], names: Sequence[str], by: str
+) -> dict[tuple[str, ...], dict[str, Mapping[str, str]]]:
+    """Return rows by their values in the columns `names`, and by that in the column `by`."""
+    groups: dict[tuple[str, ...], dict[str, Mapping[str, str]]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[name] for name in names), {})[row[by]] = row
+    return groups
+
+
+def in_time(cases: Sequence[R], minutes: float) -> Iterator[R]:
+    """Yield the cases that a run still has to measure until its time is up, then print how many
+    are left."""
+    end = time.monotonic() + 60 * minutes
+    for number, case in enumerate(cases):
+        if time.monotonic() > end:
+            print(f"time is up: {len(cases) - number} cases left; type the same command again")
+            return
+        yield case
+
+
+def keep(path: Path, rows: Iterable[R], line: Callable[[R], str]) -> None:
+    """Append rows to a result file as they come, and print each."""
+    for row in rows:
+        append(path, row)
+        print(line(row), flush=True)
 
 
 def markdown(names: Iterable[str], rows: Iterable[Iterable[str]]) -> str:

@@ -21,10 +21,10 @@ import typer
 
 from benchmarks import cpu_calls
 from benchmarks.arithmetic import compulsory_bytes, flops, ideal_seconds
-from benchmarks.environment import RESULTS, environment, gpu_folder, has_gpu, start_over
+from benchmarks.environment import Environment, dated, has_gpu, start_over
 from benchmarks.parts import Part
 from benchmarks.providers import Provider, providers
-from benchmarks.rows import Row, Status, append, read, same_values, with_environment
+from benchmarks.rows import Row, Status, append, read, same_values
 from benchmarks.workloads import CATALOGUE, MASKED, Workload, head
 from tilegen.errors import Unsupported
 from tilegen.gpus.spec import GpuSpec, detect
@@ -100,9 +100,7 @@ def run_case(case: Case, spec: GpuSpec | None, *, seconds: float) -> Row:
 
 def make_row(case: Case, **values: Any) -> Row:
     """Return a row from what names the case, what was measured, and the environment."""
-    return with_environment(
-        Row,
-        environment(),
+    return Row(
         workload=case.workload.name,
         problem=case.workload.problem.key,
         provider=case.provider.name,
@@ -230,8 +228,8 @@ def main(
     known = MASKED if masks else head() if only_head else CATALOGUE
     workloads = named("workload", known, workload)
     chosen = list(cases(workloads, named("provider", providers(), provider)))
-    path = csv or RESULTS / gpu_folder() / f"{environment().date}.csv"
-    print(f"{environment().gpu}: up to {len(chosen)} rows for {path}", flush=True)
+    path = dated(csv)
+    print(f"{Environment().gpu}: up to {len(chosen)} rows for {path}", flush=True)
     deadline = started + 60 * minutes
     try:
         left = run(chosen, path, deadline=deadline, seconds=seconds, spec=detect())

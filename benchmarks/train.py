@@ -21,14 +21,12 @@ import torch
 import typer
 
 from benchmarks.environment import (
-    RESULTS,
     Environment,
-    environment,
     gpu_folder,
     has_gpu,
     path_of_calls,
 )
-from benchmarks.rows import append, read, same_values, with_environment
+from benchmarks.rows import append, read, same_values
 from benchmarks.whole.losses import CASES as OF_LOSSES
 from benchmarks.whole.losses import LossRow, compare
 from benchmarks.whole.models import FEATURES, MODELS, require_transformers
@@ -130,7 +128,6 @@ def parse(text: str) -> Case:
 def measure(
     case: Case,
     attentions: Sequence[str],
-    machine: Environment,
     *,
     threads: int,
     gib: float,
@@ -143,9 +140,7 @@ def measure(
         status = "does not fit" if isinstance(error, DoesNotFit) else "failed"
         if "ValueError" in str(error):
             status = "unsupported"
-        return with_environment(
-            TrainRow, machine, attention=attention, status=status, detail=str(error), **known
-        )
+        return TrainRow(attention=attention, status=status, detail=str(error), **known)
 
     lost: dict[str, Exception] = {}
     with contextlib.ExitStack() as stack:
@@ -183,15 +178,11 @@ def measure(
         if attention in lost:
             yield missing(attention, lost[attention])
         elif reason := why_not(attention, device):
-            yield with_environment(
-                TrainRow, machine, attention=attention, status="unsupported", detail=reason, **known
-            )
+            yield TrainRow(attention=attention, status="unsupported", detail=reason, **known)
         else:
             values = _values(attention, times, ends, case)
             values["detail"] = path_of_calls() if attention == "tilegen" else ""
-            yield with_environment(
-                TrainRow, machine, attention=attention, status="ok", **known, **values
-            )
+            yield TrainRow(attention=attention, status="ok", **known, **values)
 
 
 def _in_turns(
@@ -269,7 +260,7 @@ def main(
 
     Example: python -m benchmarks.train --case "gpt2 b1 q1024 fp32 plain" --minutes 5
     """
-    path = out or RESULTS / gpu_folder() / "train.csv"
+    path = out or gpu_folder() / "train.csv"
     attentions = attention or ATTENTIONS
     if draw:
         from benchmarks.whole import figures
@@ -278,14 +269,13 @@ def main(
         return
     require_transformers()
     end = time.monotonic() + 60 * minutes
-    machine = environment()
     number = threads or torch.get_num_threads()
     if not gib:
         free = torch.cuda.mem_get_info()[0] if has_gpu() else memory.available()
         gib = free / memory.GIB / 2
     chosen = [parse(text) for text in case or (TINY if tiny else ON_GPU if has_gpu() else ON_CPU)]
     if not (case or tiny):
-        losses(path.with_name("losses.csv"), attentions, machine)
+        losses(path.with_name("losses.csv"), attentions)
     done = same_values(read(path), ("case", "threads", "attention"))
     left = 0
     for chosen_case in progress(chosen, describe=lambda chosen_case: chosen_case.key):
@@ -296,22 +286,20 @@ def main(
             left += 1
             continue
         # Ratios are between attentions of one run: a case is done as a whole.
-        for row in measure(chosen_case, attentions, machine, threads=number, gib=gib):
+        for row in measure(chosen_case, attentions, threads=number, gib=gib):
             append(path, row)
             print(line(row), flush=True)
     if left:
         print(f"time is up: {left} cases left; type the same command again")
 
 
-def losses(
-    path: Path, attentions: Sequence[str], machine: Environment, cases: Sequence[Case] = OF_LOSSES
-) -> None:
+def losses(path: Path, attentions: Sequence[str], cases: Sequence[Case] = OF_LOSSES) -> None:
     """Compare the losses of small models, where the result file does not have them yet."""
     device = "cuda" if has_gpu() else "cpu"
     both = [replace(one, dtype=dtype) for one in cases for dtype in ("fp32", "bf16")]
     done = same_values(read(path), ("case",))
     for case in progress([one for one in both if (one.key,) not in done], describe=_key):
-        for row in compare(case, attentions, machine, device):
+        for row in compare(case, attentions, device):
             append(path, row)
             print(loss_line(row), flush=True)
 

@@ -31,10 +31,10 @@ import typer
 
 import tilegen
 from benchmarks import synthetic
-from benchmarks.environment import RESULTS, Environment, environment
+from benchmarks.environment import RESULTS, Environment
 from benchmarks.ranking import spearman
 from benchmarks.recordings import Recording, Replayed, committed, read
-from benchmarks.rows import append, with_environment
+from benchmarks.rows import append
 from tilegen.choose.ranker import propose
 from tilegen.devices import device_named
 from tilegen.errors import NoRecord, TilegenError
@@ -155,9 +155,7 @@ def judge(recording: Recording, seeds: int) -> list[QualityRow]:
         tried = [order(recording, candidates, strategy, seed) for seed in range(draws)]
         by_budget = list(zip(*(regrets(timings, one) for one in tried), strict=True))
         rows.append(
-            with_environment(
-                QualityRow,
-                environment(),
+            QualityRow(
                 source=recording.session.source,
                 recorded_gpu=recording.session.gpu,
                 kernel=recording.session.kernel,
@@ -247,7 +245,7 @@ def main(
         made_up = list(synthetic.recordings())
         print(f"{len(made_up)} SYNTHETIC recordings: made up, they say nothing about any GPU")
         todo += made_up
-    environment()  # before the processes fork: git and the driver are asked once
+    Environment()  # before the processes fork: git and the driver are asked once
     with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as processes:
         rows = [row for rows in processes.map(judge, todo, [seeds] * len(todo)) for row in rows]
     for line in table(rows):

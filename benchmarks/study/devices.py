@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from benchmarks.environment import Environment, environment
-from benchmarks.rows import with_environment
+from benchmarks.environment import Environment
 from tilegen.gpus.spec import gpu
 from tilegen.theory.regimes import device_regimes
 
@@ -37,9 +36,7 @@ def device_rows() -> Iterator[DeviceRow]:
     """Yield a row for every GPU of the catalogue and every size of elements."""
     for regime in device_regimes(tuple(SIZES)):
         spec = gpu(regime.gpu)
-        yield with_environment(
-            DeviceRow,
-            environment(),
+        yield DeviceRow(
             device=spec.title,
             dtype=SIZES[regime.element_bytes],
             element_bytes=regime.element_bytes,

@@ -1,7 +1,4 @@
-"""Figures of the study, drawn from its result files and the closed forms.
-
-Re-drawing the same rows gives the same bytes with the same matplotlib: no dates, fixed ids.
-"""
+"""Figures of the study, drawn from its result files and the closed forms."""
 
 # matplotlib is typed only in part:
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
@@ -13,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import typer
 
+from benchmarks.plots import BLACK, BLUE, GREEN, GREY, ORANGE, RED, require_matplotlib, save
 from benchmarks.rows import read
 from benchmarks.study import closed, sweep
 from benchmarks.study.tiles import LARGE_CACHE
@@ -24,8 +21,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-BLUE, ORANGE, GREEN, GREY, BLACK = "#1f5fa8", "#d9641e", "#3a8f4d", "#8a8a8a", "#111111"
-RED = "#b3122a"
 FAMILY_STYLE = {
     "q_stationary": ("FlashAttention's schedule", BLUE, "o"),
     "two_pass": ("FlashAttention's schedule, two passes", BLUE, "o"),
@@ -38,49 +33,15 @@ SMALL_COLOURS = {64: "#fdc086", 128: "#f58f3c", 256: "#d9541e", 512: "#7f2704"}
 Rows = list[dict[str, str]]
 
 
-def require_matplotlib() -> None:
-    """End with one line if there is no matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        print("the figures need matplotlib; install it with: pip install 'tilegen[plot]'")
-        raise typer.Exit(1) from None
-    matplotlib.use("agg")
-    matplotlib.rcParams.update(
-        {
-            "svg.hashsalt": "tilegen",
-            "font.size": 10,
-            "axes.spines.top": False,
-            "axes.spines.right": False,
-            "axes.grid": True,
-            "grid.color": "#e6e6e6",
-            "grid.linewidth": 0.6,
-            "legend.frameon": False,
-        }
-    )
-
-
 def draw_all(folder: Path) -> None:
     """Draw every figure of which `folder` has the rows."""
     require_matplotlib()
     counts = read(folder / "counts.csv")
-    save(sweep_figure(counts, "forward"), folder / "sweep_forward")
-    save(sweep_figure(counts, "backward"), folder / "sweep_backward")
-    save(crossover_figure(counts), folder / "crossover")
-    save(mask_figure(read(folder / "masks.csv")), folder / "masks")
-    save(device_figure(read(folder / "devices.csv")), folder / "devices")
-
-
-def save(figure: Figure, path: Path) -> None:
-    """Write a figure as SVG."""
-    import matplotlib.pyplot as plt
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path.with_suffix(".svg"), metadata={"Date": None, "Creator": None})
-    plt.close(figure)
-    svg = path.with_suffix(".svg")
-    lines = svg.read_text(encoding="utf-8").splitlines()
-    svg.write_text("\n".join(line.rstrip() for line in lines) + "\n", encoding="utf-8")
+    save(sweep_figure(counts, "forward"), folder / "sweep_forward.svg")
+    save(sweep_figure(counts, "backward"), folder / "sweep_backward.svg")
+    save(crossover_figure(counts), folder / "crossover.svg")
+    save(mask_figure(read(folder / "masks.csv")), folder / "masks.svg")
+    save(device_figure(read(folder / "devices.csv")), folder / "devices.svg")
 
 
 # --------------------------------------------------------------------------------------------------

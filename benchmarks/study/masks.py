@@ -8,8 +8,7 @@ from typing import Any
 
 import sympy as sp
 
-from benchmarks.environment import Environment, environment
-from benchmarks.rows import with_environment
+from benchmarks.environment import Environment
 from benchmarks.study.counting import Counters
 from benchmarks.study.tiles import DTYPES, held_words, moved_words
 from tilegen.kernels.config import Kernel, TileConfig
@@ -157,9 +156,7 @@ def mask_row(
     theorem = theorem_4_5(case, seqlen, head_dim, memory)
     pattern, floor = bound(case, seqlen, head_dim, memory), float(4 * seqlen * head_dim + seqlen)
     words = predicted if counted is None else counted
-    return with_environment(
-        MaskRow,
-        environment(),
+    return MaskRow(
         mask=case.name,
         pattern=case.pattern,
         seqlen=seqlen,

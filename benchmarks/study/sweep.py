@@ -9,8 +9,7 @@ from itertools import product
 
 import numpy as np
 
-from benchmarks.environment import Environment, environment
-from benchmarks.rows import with_environment
+from benchmarks.environment import Environment
 from benchmarks.study import closed
 from benchmarks.study.counting import Counters, Question
 from benchmarks.study.tiles import (
@@ -129,9 +128,7 @@ def sweep_rows(
         words = winner.words / LONG**2 if winner else None
         bound = closed.lower_bounds(direction, LONG, head_dim, memory, size)
         by_family = {tile_set.family: tile_set.words / LONG**2 for tile_set in best}
-        yield with_environment(
-            SweepRow,
-            environment(),
+        yield SweepRow(
             direction=direction,
             dtype=DTYPES[size],
             head_dim=head_dim,
@@ -204,9 +201,7 @@ def _count_row(
 ) -> CountRow:
     seqlen = counted_length(step)
     twice = len(counted) > 1
-    return with_environment(
-        CountRow,
-        environment(),
+    return CountRow(
         direction=direction,
         dtype=DTYPES[size],
         head_dim=head_dim,
@@ -310,9 +305,7 @@ def crossover_rows(
 
         emitted = last_small_win(large, small)
         by_counts = last_small_win(*counted) if all(counted) else None
-        yield with_environment(
-            CrossoverRow,
-            environment(),
+        yield CrossoverRow(
             **where | {"head_dim": head_dim},
             ideal=crossing(ideal, square / 64, 64 * square) / square,
             chunked=crossing(chunked, square / 64, 64 * square) / square,

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from benchmarks.counters import DRAM_READ, DRAM_WRITE, READ, WRITE, Counted
-from benchmarks.environment import Environment, environment
-from benchmarks.rows import with_environment
+from benchmarks.environment import Environment
 from benchmarks.study.experiments import (
     DRAM_TOLERANCE,
     EXACT_FROM,
@@ -148,9 +147,7 @@ def verdicts(rows: Sequence[MeasureRow], broken: Mapping[str, int]) -> Iterator[
         counts = {v: sum(row.verdict == v for row in mine) for v in ("pass", "fail", "measured")}
         judged = [row for row in mine if row.ratio is not None and row.tolerance is not None]
         worst = max(judged, key=lambda row: abs((row.ratio or 0) - 1), default=None)
-        yield with_environment(
-            VerdictRow,
-            environment(),
+        yield VerdictRow(
             experiment=name,
             question=question,
             verdict="fail" if counts["fail"] else "pass" if counts["pass"] else "not run",
@@ -298,9 +295,7 @@ def _row(
         config = configs.get(kernel, ", ".join(f"{k} {key}" for k, key in configs.items()))
     else:
         config = of.config
-    return with_environment(
-        MeasureRow,
-        environment(),
+    return MeasureRow(
         experiment=of.experiment,
         group=of.group,
         problem=of.problem,

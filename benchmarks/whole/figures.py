@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmarks.plots import BLUE, GREEN, GREY, ORANGE, require_matplotlib, save
 from benchmarks.rows import read
-from benchmarks.study.figures import BLUE, GREEN, GREY, ORANGE, require_matplotlib, save
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,7 +35,7 @@ def draw_all(folder: Path) -> None:
 def save_training(rows: Sequence[Row], path: Path) -> None:
     """Draw the figure of training, and write it beside the rows."""
     require_matplotlib()
-    save(training(rows), path.with_suffix(""))
+    save(training(rows), path.with_suffix(".svg"))
 
 
 def save_sparse(rows: Sequence[Row], path: Path) -> None:
@@ -53,7 +53,7 @@ def save_sparse(rows: Sequence[Row], path: Path) -> None:
     }
     labels = "share of blocks kept", "ms"
     drawn = curves(panels, x="share", y="ms", labels=labels, logarithmic=False)
-    save(drawn, path.with_suffix(""))
+    save(drawn, path.with_suffix(".svg"))
 
 
 def training(rows: Sequence[Row]) -> Figure:

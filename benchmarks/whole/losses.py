@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from benchmarks.environment import Environment
-from benchmarks.rows import with_environment
 from benchmarks.whole.training import Case, Training, why_not
 
 CASES = (
@@ -45,7 +44,6 @@ class LossRow(Environment):
 def compare(
     case: Case,
     attentions: Sequence[str],
-    machine: Environment,
     device: str,
     *,
     steps: int = STEPS,
@@ -70,9 +68,7 @@ def compare(
             noise[attention] = max(noise.get(attention, 0.0), _apart(losses, again))
             last[attention] = losses[-1]
     for attention in able:
-        yield with_environment(
-            LossRow,
-            machine,
+        yield LossRow(
             case=case.key,
             attention=attention,
             steps=steps,

@@ -14,11 +14,11 @@ import torch
 import typer
 
 import tilegen
-from benchmarks import rows, run
+from benchmarks import cpu, rows, run
 from benchmarks.arithmetic import compulsory_bytes, flops, ideal_seconds, kept_pairs
 from benchmarks.call_cost import as_on_a_gpu
 from benchmarks.check import Verdict, check, make_inputs
-from benchmarks.environment import Environment, environment, start_over
+from benchmarks.environment import Environment, start_over
 from benchmarks.providers import providers, varlen_window
 from benchmarks.run import with_tensors
 from benchmarks.workloads import CATALOGUE, HEAD, MASKED, Workload, head
@@ -103,7 +103,7 @@ def test_columns_are_the_fields_in_order_and_end_with_the_environment(tmp_path: 
     header = path.read_text().splitlines()[0].split(",")
     assert header == rows.columns(rows.Row)
     of_environment = [field.name for field in fields(Environment)]
-    for row_type in (rows.Row, rows.CpuRow):
+    for row_type in (rows.Row, cpu.Number):
         assert rows.columns(row_type)[-len(of_environment) :] == of_environment
 
 
@@ -118,7 +118,7 @@ def test_rows_read_back_and_half_a_row_is_dropped(tmp_path: Path) -> None:
 
 
 def test_environment_names_versions_and_command() -> None:
-    machine = environment()
+    machine = Environment()
     assert machine.torch == torch.__version__
     assert machine.triton
     assert machine.command.startswith("python")

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import cpu_calls, cpu_peak, cpu_summary
+from benchmarks import cpu_calls, cpu_peak
+from benchmarks.arithmetic import flops
 from benchmarks.environment import RESULTS
 from benchmarks.rows import read
 from tilegen.problem import AttentionProblem
@@ -30,7 +31,7 @@ def test_rows_of_a_case_and_a_run_that_goes_on(tmp_path: Path) -> None:
     out = tmp_path / "calls.csv"
     try:
         for _ in range(2):  # the second run has nothing left to measure
-            cpu_calls.main(out=out, minutes=5.0, seconds=0.001, threads="1", only_flex=False)
+            cpu_calls.main(out=out, minutes=5.0, seconds=0.001, threads="1")
     finally:
         torch.set_num_threads(before)
     rows = read(out)
@@ -53,7 +54,7 @@ def test_the_cases_are_those_of_the_table(monkeypatch: pytest.MonkeyPatch) -> No
     for wanted in ("fp32", "bf16", "d64", "d512", "q512", "q8192", "full", "window", "documents"):
         assert any(wanted in problem.key for problem in problems)
     full, documents = (
-        cpu_calls.products(AttentionProblem.parse(f"hq1 q512 d64 fp32 {mask}"), 2)
+        flops(AttentionProblem.parse(f"hq1 q512 d64 fp32 {mask}"), "forward")
         for mask in ("full", "documents(@q:64)")
     )
     assert full == 8 * documents
@@ -68,17 +69,17 @@ def test_the_peak_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_pages_have_the_summary_of_the_result_file() -> None:
     rows = read(RESULTS / "cpu" / "calls.csv")
-    summary = list(cpu_summary.lines(rows))
+    summary = list(cpu_calls.summary(rows))
     table = summary[: summary.index("")]
-    assert len(table) == 2 * 2 * 2 + 1
+    assert len(table) == 2 + 2 * 2 * 2
     assert "\n".join(table) in (ROOT / "benchmarks" / "README.md").read_text()
-    on_zen5 = list(cpu_summary.lines(read(RESULTS / "cpu" / "calls_zen5.csv")))
+    on_zen5 = list(cpu_calls.summary(read(RESULTS / "cpu" / "calls_zen5.csv")))
     assert (
         "\n".join(on_zen5[: on_zen5.index("")]) in (ROOT / "benchmarks" / "README.md").read_text()
     )
     assert not [line for line in on_zen5 if line.startswith("slower")], "README says that none is"
     text = (ROOT / "README.md").read_text()
-    assert "\n".join(cpu_summary.readme_table(rows)) in text
+    assert cpu_calls.readme_table(rows) in text
     (fast, best), (backward, best_backward) = (
         re.findall(r"in (\d+)", line) for line in summary if line.partition(":")[0] in PASSES
     )

@@ -39,7 +39,7 @@ def test_rows_of_a_case_and_a_run_that_goes_on(
     monkeypatch.setattr(cpu_decode, "cases", lambda: iter([SMALL]))
     out = tmp_path / "decode.csv"
     for _ in range(2):  # the second run has nothing left to measure
-        cpu_decode.main(out=out, minutes=5.0, seconds=0.001, threads="1", only_summary=False)
+        cpu_decode.main(out=out, minutes=5.0, seconds=0.001, threads="1")
     rows = read(out)
     assert [row["provider"] for row in rows] == list(PROVIDERS)
     for row in rows:
@@ -48,14 +48,14 @@ def test_rows_of_a_case_and_a_run_that_goes_on(
     capsys.readouterr()
     cpu_decode.main(out=out, only_summary=True)
     said = capsys.readouterr().out.splitlines()
-    assert said[2].startswith("| hq4 hkv2 q1 kv1024 d32 fp32 | 1 | ")
+    assert said[4].startswith("| hq4 hkv2 q1 kv1024 d32 fp32 | 1 | ")
 
 
 @pytest.mark.usefixtures("_kernels")
 def test_all_forms_compute_the_same() -> None:
     """All timed functions compute the same attention, for any layout of their tensors."""
     problem = AttentionProblem.parse("hq8 hkv2 q4 kv1024 d32 fp32 full")
-    q, k, v = cpu_decode.Memory().tensors(problem)
+    q, k, v = cpu_decode.tensors(problem)
     forms = cpu_decode.functions(problem, q, k, v)
     forms.pop(cpu_decode.READING)
     results = {name: form() for name, form in forms.items()}

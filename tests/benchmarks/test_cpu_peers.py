@@ -38,7 +38,7 @@ def _kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def _run(out: Path, peers: str) -> None:
-    cpu_peers.main(out=out, minutes=5.0, seconds=0.001, peers=peers, only_summary=False)
+    cpu_peers.main(out=out, minutes=5.0, seconds=0.001, peers=peers)
 
 
 @pytest.mark.usefixtures("_kernels")
@@ -57,9 +57,9 @@ def test_rows_and_a_table(
     capsys.readouterr()
     cpu_peers.main(out=out, only_summary=True)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[2] == "| problem | tilegen | SDPA | SDPA rows |"
-    assert lines[5].startswith("| hq2 hkv2 q64 kv64 d32 fp32 window(9,0) | ")
-    assert lines[5].endswith(" |  |")  # no heads as rows for many queries
+    assert lines[4] == "| problem | tilegen | SDPA | SDPA rows |"
+    assert lines[7].startswith("| hq2 hkv2 q64 kv64 d32 fp32 window(9,0) | ")
+    assert lines[7].endswith(" |  |")  # no heads as rows for many queries
 
 
 @pytest.mark.usefixtures("_kernels")

@@ -108,8 +108,7 @@ def test_rows_of_a_case_and_a_run_that_goes_on(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_case_that_does_not_fit_is_a_row() -> None:
     case = train.parse("classifier-tiny b1 q8192 fp32 plain")
-    machine = train.environment()
-    rows = train.measure(case, ["eager"], machine, threads=1, gib=1.0)
+    rows = train.measure(case, ["eager"], threads=1, gib=1.0)
     (row,) = list(rows)
     assert (row.status, row.step_ms) == ("does not fit", None)
     assert "allocate" in row.detail
