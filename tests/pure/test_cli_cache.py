@@ -58,7 +58,7 @@ def test_list_of_one_place() -> None:
 def test_show() -> None:
     text = run("show", *ASK)
     assert text.startswith(f"{KEY}, on h200 (NVIDIA H200 SXM)\n")
-    assert "(own), 0 trials" in text
+    assert "(own), 0 trials\n  measured in unknown surroundings\n" in text
     assert "stands before fwd            m128n64w8s3           500 us" in text
     assert "faster (400 us, the other 500 us)" in text
     assert '"median_us": 400.0' in text

@@ -23,6 +23,7 @@ from tilegen.kernels.registry import LARGE_CACHE
 from tilegen.kernels.spec import BACKENDS, Backend
 from tilegen.problem import AttentionProblem
 from tilegen.store import current_versions
+from tilegen.store.forms import measurement_values
 from tilegen.store.library_record import (
     LibraryRecord,
     library_path,
@@ -62,7 +63,7 @@ def test_a_record_names_its_library_and_reads_back() -> None:
         {"arch": "sm_80"},
         {"policy": "warm_l2"},
         {"measurement": {"status": "ok"}},
-        {"measurement": vars(UNMEASURED)},
+        {"measurement": measurement_values(UNMEASURED)},
         {"problem": "b1 hq2 q64 d16 bf16 causal"},
         {"versions": {}},
     ],

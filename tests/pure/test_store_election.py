@@ -15,8 +15,10 @@ from tilegen.errors import InvalidRecord
 from tilegen.kernels.config import TileConfig
 from tilegen.store import TuningRecord, Versions
 from tilegen.store.election import join, verdict
-from tilegen.store.record import MAX_RIVALS
+from tilegen.store.forms import MAX_RIVALS
 from tilegen.store.versions import release_order
+from tilegen.tuning.measure import Measurement
+from tilegen.tuning.surroundings import UNKNOWN, Surroundings
 
 OLD = replace(VERSIONS, triton="3.6.0")
 CONFIGS = [TileConfig.parse(text) for text in ("m128n64w8s3", "m64n64w4s2", "m128n128w8s2")]
@@ -28,6 +30,16 @@ def day(n: int) -> str:
 
 def newer(triton: str) -> Versions:
     return replace(VERSIONS, triton=triton)
+
+
+QUIET = Surroundings(clock_mhz=1980, throttled=("sw_power_cap",), others=0)
+BESIDE = Surroundings(throttled=(), others=2)
+HOT = Surroundings(throttled=("hw_slowdown",), others=0)
+LOW = Surroundings(load=0.25)
+
+
+def around(us: float, surroundings: Surroundings, spread: float = 0.0) -> Measurement:
+    return replace(timed(us, spread), surroundings=surroundings)
 
 
 RULE: dict[str, tuple[list[TuningRecord], int, str]] = {
@@ -153,6 +165,73 @@ RULE: dict[str, tuple[list[TuningRecord], int, str]] = {
         1,
         "the same config (400 us, the other 401 us)",
     ),
+    "in quiet before beside strangers, whatever the speed": (
+        [
+            record(measurement=around(300.0, BESIDE), source="aa"),
+            record(measurement=around(400.0, QUIET), source="bb"),
+        ],
+        1,
+        "measured in quiet, the other beside 2 other processes (400 us, the other 300 us)",
+    ),
+    "in quiet before throttled": (
+        [
+            record(measurement=around(300.0, HOT), source="aa"),
+            record(measurement=around(400.0, QUIET), source="bb"),
+        ],
+        1,
+        "measured in quiet, the other throttled by hw_slowdown (400 us, the other 300 us)",
+    ),
+    "in quiet before nobody knows where": (
+        [
+            record(us=300.0, source="aa"),
+            record(measurement=around(400.0, QUIET), source="bb"),
+        ],
+        1,
+        "measured in quiet, the other in unknown surroundings (400 us, the other 300 us)",
+    ),
+    "the fastest of those in quiet": (
+        [
+            record(measurement=around(300.0, BESIDE), source="aa"),
+            record(measurement=around(410.0, QUIET), source="bb"),
+            record(measurement=around(400.0, LOW), source="cc"),
+        ],
+        2,
+        "measured in quiet, the other beside 2 other processes (400 us, the other 300 us)",
+    ),
+    "the fastest where none is in quiet": (
+        [
+            record(us=410.0, source="aa"),
+            record(measurement=around(400.0, BESIDE), source="bb"),
+        ],
+        1,
+        "faster (400 us, the other 410 us)",
+    ),
+    "the newest versions before quiet": (
+        [
+            record(measurement=around(300.0, QUIET), source="aa", versions=OLD),
+            record(measurement=around(400.0, BESIDE), source="bb"),
+        ],
+        1,
+        "measured with the newest versions (triton 3.7.1, the other 3.6.0)",
+    ),
+    "of one machine the later finding, though beside others": (
+        [
+            record(measurement=around(300.0, QUIET), source="aa", date=day(21)),
+            record(measurement=around(400.0, BESIDE), source="aa", date=day(22)),
+        ],
+        1,
+        "of one machine the later finding counts (400 us, the other 300 us)",
+    ),
+    "no majority by copies without their surroundings": (
+        [
+            record(config=CONFIGS[0], measurement=around(400.0, BESIDE, 0.01), source="aa"),
+            record(config=CONFIGS[2], measurement=around(402.0, BESIDE, 0.01), source="bb"),
+            record(config=CONFIGS[2], measurement=timed(402.0, 0.01), source="cc"),
+        ],
+        0,
+        "equal measurements (400 us, the other 402 us): most machines chose it, "
+        "or it is first in order",
+    ),
 }
 
 
@@ -210,9 +289,22 @@ def test_findings_of_unknown_machines_are_distinguished_by_content() -> None:
     assert [one.measurement.median_us for one in joined.findings] == [400.0, 410.0]
 
 
+@pytest.mark.parametrize("source", ["", "aa"])
+def test_the_copy_of_an_older_tilegen_does_not_replace_the_original(source: str) -> None:
+    """An older tilegen drops the surroundings of findings that it joins."""
+    original = record(measurement=around(400.0, QUIET), source=source)
+    copy = replace(original, measurement=timed(400.0))
+    assert join([original, copy]) == join([copy, original]) == original
+
+
 FINDINGS = st.builds(
     record,
-    us=st.sampled_from([399.0, 400.0, 401.0, 500.0]),
+    measurement=st.builds(
+        around,
+        st.sampled_from([399.0, 400.0, 401.0, 500.0]),
+        st.sampled_from([UNKNOWN, QUIET, BESIDE, HOT, LOW]),
+        st.sampled_from([0.0, 0.01]),
+    ),
     config=st.sampled_from(CONFIGS),
     source=st.sampled_from(["", "aa", "bb", "cc"]),
     versions=st.sampled_from([VERSIONS, OLD]),

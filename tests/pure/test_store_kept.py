@@ -59,6 +59,7 @@ def test_a_call_finds_its_record_with_all_findings(store: Location) -> None:
     assert used.record.config == TileConfig.parse("m128n64w8s3")
     assert used.record.measurement.median_us == 398.25
     assert used.record.measurement.digest == "0f1e2d3c4b5a 00112233aabb"
+    assert [one.measurement.surroundings.is_quiet for one in used.record.findings] == [None]
     assert [(one.source, one.measurement.median_us) for one in used.others] == [
         ("", 450.0),
         ("ba9876543210", 391.5),

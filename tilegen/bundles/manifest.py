@@ -3,11 +3,10 @@ it for programs in other languages."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, cast, get_args
 
@@ -17,9 +16,9 @@ from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import FAMILIES, KERNELS
 from tilegen.kernels.spec import Direction
 from tilegen.model.resources import Resources
-from tilegen.store.fields import MAX_TEXT, Fields, parse_json
-from tilegen.store.record import ARCH as GPU_ARCH
-from tilegen.store.record import config_from, gpu_of, kernel_of
+from tilegen.store.fields import MAX_TEXT, Fields, Form, Rule, group, parse_json, rule
+from tilegen.store.forms import ARCH as GPU_ARCH
+from tilegen.store.forms import CONFIG, GPU, KERNEL
 
 MANIFEST = "manifest.json"
 SCHEMA = 3
@@ -39,6 +38,7 @@ TYPES = ["*fp16", "*bf16", "*fp32", "*fp64", "*i8", "*u8", "*i16", "*i32", "*i64
 ARCH = "|".join((GPU_ARCH, *map(re.escape, PROCESSORS)))
 MAX_ENTRIES = 100_000
 MAX_BYTES = 2**30
+MAX_THREADS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +141,11 @@ class Manifest:
         values = {
             "schema": SCHEMA,
             "versions": dict(self.versions),
-            "problems": [_served_values(served) for served in self.problems],
+            "problems": [
+                _SERVED.values(served)
+                | {name: _pass_values(files) for name, files in served.passes.items()}
+                for served in self.problems
+            ],
             "binaries": [binary_values(binary) for binary in self.binaries],
         }
         return json.dumps(values, indent=1, ensure_ascii=True, allow_nan=False) + "\n"
@@ -155,7 +159,12 @@ class Manifest:
         versions = fields.group("versions")
         manifest = cls(
             versions={name: versions.text(name, longest=80) for name in versions.values},
-            problems=tuple(_served(entry) for entry in fields.groups("problems", MAX_ENTRIES)),
+            problems=tuple(
+                _SERVED.read(
+                    entry, passes={d: _pass(entry, d) for d in FAMILIES if d in entry.values}
+                )
+                for entry in fields.groups("problems", MAX_ENTRIES)
+            ),
             binaries=tuple(
                 binary_from(entry, schema) for entry in fields.groups("binaries", MAX_ENTRIES)
             ),
@@ -172,125 +181,104 @@ class Manifest:
         return manifest
 
 
-def _served_values(served: Served) -> dict[str, Any]:
-    values = {field.name: getattr(served, field.name) for field in dataclasses.fields(served)}
-    del values["passes"]
-    for direction, files in served.passes.items():
-        values[direction] = [
-            {"kernel": kernel, "file": file, "config_from": files.config_from[kernel]}
-            for kernel, file in files.binaries.items()
-        ]
-    return values
-
-
 def binary_values(binary: Binary) -> dict[str, Any]:
     """Return the JSON values of a binary's entry; `binary_from` is the inverse."""
-    values = {field.name: getattr(binary, field.name) for field in dataclasses.fields(binary)}
-    used, on_cpu = values.pop("resources"), values.pop("on_cpu")
-    if on_cpu is not None:
-        values["on_cpu"] = dataclasses.asdict(on_cpu)
-    return values | {
-        "shared_bytes": used.shared_bytes,
-        "registers": used.registers,
-        "spill_bytes": used.spill_bytes,
-        "config": {"block_d": 0, **binary.config.values},
-        "arguments": [{"name": name, "type": type_} for name, type_ in binary.arguments],
-        "grid": [{"size": size, "divisor": divisor} for size, divisor in binary.grid],
-    }
-
-
-def _served(fields: Fields) -> Served:
-    passes: dict[Direction, BundledPass] = {
-        direction: _pass(fields, direction) for direction in FAMILIES if direction in fields.values
-    }
-    problem = fields.text("problem", longest=MAX_TEXT)
-    _sizes(problem)
-    return Served(
-        problem=problem,
-        serves=fields.text("serves", longest=MAX_TEXT),
-        gpu=gpu_of(fields),
-        arch=_arch(fields),
-        aligned=fields.flag("aligned"),
-        passes=passes,
-    )
-
-
-def _pass(fields: Fields, direction: Direction) -> BundledPass:
-    entries = fields.groups(direction, len(KERNELS))
-    kernels: list[Kernel] = [kernel_of(entry) for entry in entries]
-    families = [family.names for family in FAMILIES[direction].values()]
-    if tuple(kernels) not in families:
-        known = "; ".join(", ".join(names) for names in families)
-        raise InvalidRecord(f"{direction} must be one of {known}; got {', '.join(kernels)}")
-    binaries: dict[Kernel, str] = {}
-    config_from: dict[Kernel, BundledOrigin] = {}
-    for kernel, entry in zip(kernels, entries, strict=True):
-        binaries[kernel] = _file(entry, "file")
-        config_from[kernel] = cast(
-            "BundledOrigin", entry.choice("config_from", get_args(BundledOrigin))
-        )
-    return BundledPass(binaries=binaries, config_from=config_from)
+    return _BINARY.values(binary) | _RESOURCES.values(binary.resources)
 
 
 def binary_from(fields: Fields, schema: int = SCHEMA) -> Binary:
     """Parse the entry of a binary. Raises InvalidRecord."""
-    kernel, arch = kernel_of(fields), _arch(fields)
-    on_cpu = _on_cpu(fields.group("on_cpu")) if arch in PROCESSORS else None
-    return Binary(
-        file=_file(fields, "file"),
-        sha256=_sha256(fields, "sha256"),
-        source=fields.text("source", r"kernels/[A-Za-z0-9_]+\.py", "such as kernels/NAME.py"),
-        source_sha256=_sha256(fields, "source_sha256"),
-        launch_sha256=_sha256(fields, "launch_sha256") if schema == SCHEMA else "",
-        kernel=kernel,
-        arch=arch,
-        function=fields.text("function", r"[A-Za-z_][A-Za-z0-9_]*", "the name of a function"),
-        config=config_from(fields.group("config"), kernel),
-        arguments=tuple(
-            (entry.text("name", r"[a-z][a-z0-9_]*", "a name"), entry.choice("type", tuple(TYPES)))
-            for entry in fields.groups("arguments", 200)
-        ),
-        stride_unit=fields.integer("stride_unit", 1, 16),
-        grid=tuple(
-            (entry.choice("size", GRID_SIZES), entry.integer("divisor", 1, 2**20))
-            for entry in fields.groups("grid", 4)
-        ),
-        threads=fields.integer("threads", 1 if on_cpu else 32, 1024),
-        resources=Resources(
-            shared_bytes=fields.integer("shared_bytes", 0, MAX_BYTES),
-            registers=fields.integer("registers", 0, 1024),
-            spill_bytes=fields.integer("spill_bytes", 0, MAX_BYTES),
-        ),
-        digest=fields.text("digest", r"[0-9a-f]{8,64}", "hexadecimal digits"),
-        template_digest=fields.text("template_digest", r"[0-9a-f]{8,64}", "hexadecimal digits"),
-        on_cpu=on_cpu,
+    given: dict[str, Any] = {} if schema == SCHEMA else {"launch_sha256": ""}
+    if _ARCH.read(fields, "arch") not in PROCESSORS:
+        given["on_cpu"] = None
+        fields.integer("threads", 32, MAX_THREADS)
+    return _BINARY.read(fields, resources=_RESOURCES.read(fields), **given)
+
+
+def _pass(fields: Fields, direction: str) -> BundledPass:
+    entries = fields.groups(direction, len(KERNELS))
+    kernels: list[Kernel] = [KERNEL.read(entry, "kernel") for entry in entries]
+    families = [family.names for family in FAMILIES[cast("Direction", direction)].values()]
+    if tuple(kernels) not in families:
+        known = "; ".join(", ".join(names) for names in families)
+        raise InvalidRecord(f"{direction} must be one of {known}; got {', '.join(kernels)}")
+    of_kernels = list(zip(kernels, entries, strict=True))
+    return BundledPass(
+        binaries={kernel: _FILE.read(entry, "file") for kernel, entry in of_kernels},
+        config_from={kernel: _ORIGIN.read(entry, "config_from") for kernel, entry in of_kernels},
     )
 
 
-def _on_cpu(fields: Fields) -> OnCpu:
-    def names(field: str) -> tuple[str, ...]:
-        return tuple(fields.texts(field, r"[a-z][a-z0-9_]*", "a name", 200))
-
-    return OnCpu(
-        features=names("features"),
-        scratch_bytes=fields.integer("scratch_bytes", 0, MAX_BYTES),
-        written=names("written"),
-        added=names("added"),
-    )
+def _pass_values(files: BundledPass) -> list[dict[str, Any]]:
+    return [
+        {"kernel": kernel, "file": file, "config_from": files.config_from[kernel]}
+        for kernel, file in files.binaries.items()
+    ]
 
 
-def _arch(fields: Fields) -> str:
-    return fields.text("arch", ARCH, "such as sm_90, gfx942 or x86-64-v3")
+def _pairs(most: int, **rules: Rule) -> Rule:
+    """Return the rule of a list of at most `most` objects of two fields, read as pairs."""
+
+    def read(fields: Fields, name: str) -> tuple[tuple[Any, ...], ...]:
+        entries = fields.groups(name, most)
+        return tuple(tuple(of.read(entry, key) for key, of in rules.items()) for entry in entries)
+
+    return Rule(read, lambda pairs: [dict(zip(rules, pair, strict=True)) for pair in pairs])
 
 
-def _file(fields: Fields, name: str) -> str:
-    """Parse the path of a binary; the pattern admits only paths inside the bundle."""
-    pattern = rf"(?:{ARCH})/[A-Za-z0-9_]+\.(?:cubin|hsaco|so)"
-    return fields.text(name, pattern, "such as sm_90/NAME.cubin", longest=300)
+def _notation(fields: Fields, name: str) -> str:
+    _sizes(problem := fields.text(name, longest=MAX_TEXT))
+    return problem
 
 
-def _sha256(fields: Fields, name: str) -> str:
-    return fields.text(name, r"[0-9a-f]{64}", "64 hexadecimal digits")
+_ARCH = rule(Fields.text, ARCH, "such as sm_90, gfx942 or x86-64-v3")
+# The pattern admits only paths inside the bundle.
+_FILE = rule(
+    Fields.text,
+    rf"(?:{ARCH})/[A-Za-z0-9_]+\.(?:cubin|hsaco|so)",
+    "such as sm_90/NAME.cubin",
+    longest=300,
+)
+_SHA256 = rule(Fields.text, r"[0-9a-f]{64}", "64 hexadecimal digits")
+_DIGEST = rule(Fields.text, r"[0-9a-f]{8,64}", "hexadecimal digits")
+_NAMES = rule(Fields.texts, r"[a-z][a-z0-9_]*", "a name", 200)
+_BYTES = rule(Fields.integer, 0, MAX_BYTES)
+_ORIGIN = rule(Fields.choice, get_args(BundledOrigin))
+_SERVED = Form(
+    Served,
+    problem=Rule(_notation),
+    serves=rule(Fields.text, longest=MAX_TEXT),
+    gpu=GPU,
+    arch=_ARCH,
+    aligned=rule(Fields.flag),
+)
+_ON_CPU = Form(OnCpu, features=_NAMES, scratch_bytes=_BYTES, written=_NAMES, added=_NAMES)
+_RESOURCES = Form(
+    Resources, shared_bytes=_BYTES, registers=rule(Fields.integer, 0, 1024), spill_bytes=_BYTES
+)
+_BINARY = Form(
+    Binary,
+    file=_FILE,
+    sha256=_SHA256,
+    source=rule(Fields.text, r"kernels/[A-Za-z0-9_]+\.py", "such as kernels/NAME.py"),
+    source_sha256=_SHA256,
+    launch_sha256=_SHA256,
+    kernel=KERNEL,
+    arch=_ARCH,
+    function=rule(Fields.text, r"[A-Za-z_][A-Za-z0-9_]*", "the name of a function"),
+    config=replace(CONFIG, write=lambda config: {"block_d": 0, **config.values}),
+    arguments=_pairs(
+        200,
+        name=rule(Fields.text, r"[a-z][a-z0-9_]*", "a name"),
+        type=rule(Fields.choice, tuple(TYPES)),
+    ),
+    stride_unit=rule(Fields.integer, 1, 16),
+    grid=_pairs(4, size=rule(Fields.choice, GRID_SIZES), divisor=rule(Fields.integer, 1, 2**20)),
+    threads=rule(Fields.integer, 1, MAX_THREADS),
+    digest=_DIGEST,
+    template_digest=_DIGEST,
+    on_cpu=replace(group(_ON_CPU), is_sparse=True),
+)
 
 
 def _sizes(problem: str) -> tuple[int, ...]:

@@ -114,6 +114,7 @@ def cache_show(
         if len(shown) == 1:
             console.print(f"{parsed}, on {titled(spec)}")
         console.print(f"{used} ({used.origin}), {trials} trials")
+        console.print(f"  measured {used.record.measurement.surroundings}")
         for other in used.others:
             reason = verdict(used.record, other)
             console.print(f"  stands before {_line(other)}  {other.date}: {reason}")
@@ -227,8 +228,9 @@ def cache_merge(
     """Join stores, in any order to the same result, and explain every clash.
 
     What nobody has measured is left out. Of one machine the later finding counts. Findings with
-    the newest versions and template stand before others; of those the fastest wins, and among
-    equal measurements the config that most machines chose, then the first in order.
+    the newest versions and template stand before others, and of those the ones measured in quiet.
+    Then the fastest wins, and among equal measurements the config that most machines chose, then
+    the first in order.
 
     Example: tilegen cache merge /mnt/a/tilegen /mnt/b/tilegen --into /mnt/all/tilegen
     """

@@ -5,7 +5,9 @@ cache/README.md explains the rule to users:
 1. Of each machine only the latest finding counts.
 2. Findings measured with the newest versions precede all others. Version numbers decide, not
    clocks; dates decide only between templates of equal versions.
-3. Of these the fastest wins. Medians that tie with the fastest are equal measurements: then the
+3. Of these, findings measured in quiet precede those beside other processes, throttled, or in
+   unknown surroundings.
+4. Of these the fastest wins. Medians that tie with the fastest are equal measurements: then the
    config that most machines measured wins, then the first in the order of configs. A measurement
    counts once, however many machines wrote it down.
 
@@ -27,9 +29,11 @@ from typing import Any
 
 from tilegen.errors import InvalidRecord
 from tilegen.store.floor import why_not_credible
-from tilegen.store.record import MAX_RIVALS, TuningRecord
+from tilegen.store.forms import MAX_RIVALS
+from tilegen.store.record import TuningRecord
 from tilegen.store.versions import is_credible, release_order
-from tilegen.tuning.measure import tie_limit
+from tilegen.tuning.measure import Measurement, tie_limit
+from tilegen.tuning.surroundings import UNKNOWN, Surroundings
 from tilegen.units import us_text
 
 SOFTWARE = ("triton", "driver")
@@ -66,11 +70,12 @@ def elect(findings: Sequence[TuningRecord]) -> TuningRecord:
     """Elect the winner among findings about one key."""
     newest = max(findings, key=_newness)
     peers = [finding for finding in findings if conditions(finding) == conditions(newest)]
+    peers = [finding for finding in peers if _surroundings(finding).is_quiet] or peers
     fastest = min(peers, key=_speed)
     limit = tie_limit(fastest.measurement)
     tied = [finding for finding in peers if (finding.measurement.median_us or 0.0) <= limit]
     # A set: several machines may have written down one measurement.
-    measured = {(finding.config, finding.measurement) for finding in tied}
+    measured = {(finding.config, _timing(finding)) for finding in tied}
     votes = Counter(config for config, _ in measured)
     elected = min(votes, key=lambda config: (-votes[config], config))
     return min((finding for finding in tied if finding.config == elected), key=_speed)
@@ -102,6 +107,9 @@ def verdict(winner: TuningRecord, loser: TuningRecord) -> str:
     if differs := [name for name in current if current[name] != stored[name]]:
         what = "; ".join(f"{name} {current[name]}, the other {stored[name]}" for name in differs)
         return f"measured with the newest versions ({what})"
+    around, elsewhere = _surroundings(winner), _surroundings(loser)
+    if around.is_quiet and not elsewhere.is_quiet:
+        return f"measured in quiet, the other {elsewhere} ({times})"
     if won < lost and lost > tie_limit(winner.measurement):
         return f"faster ({times})"
     if winner.config == loser.config:
@@ -110,8 +118,10 @@ def verdict(winner: TuningRecord, loser: TuningRecord) -> str:
 
 
 def _order(finding: TuningRecord) -> tuple[Any, ...]:
-    """Return a sort key that places later findings last. `trials` and the text make it total."""
-    return is_credible(finding.date), finding.date, finding.trials, _text(finding)
+    """Return a sort key that places later findings last. `trials` and the text make it total. A
+    copy of an older tilegen, which drops the surroundings, comes before the original."""
+    is_known = _surroundings(finding) != UNKNOWN
+    return is_credible(finding.date), finding.date, finding.trials, is_known, _text(finding)
 
 
 def _newness(finding: TuningRecord) -> tuple[Any, ...]:
@@ -126,7 +136,16 @@ def _speed(finding: TuningRecord) -> tuple[float, str]:
 
 def _measured(finding: TuningRecord) -> str:
     """Identify the measurement of an unknown machine, so that copies count as one finding."""
-    return f"{finding.config} {finding.measurement} {conditions(finding)}"
+    return f"{finding.config} {_timing(finding)} {conditions(finding)}"
+
+
+def _timing(finding: TuningRecord) -> Measurement:
+    """Return the measurement without its surroundings, which older tilegens drop."""
+    return replace(finding.measurement, surroundings=UNKNOWN)
+
+
+def _surroundings(finding: TuningRecord) -> Surroundings:
+    return finding.measurement.surroundings
 
 
 @lru_cache(maxsize=1024)

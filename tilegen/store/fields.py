@@ -1,16 +1,20 @@
-"""Parsing of untrusted JSON: the type and range of every value are checked."""
+"""Parsing of untrusted JSON: the type and range of every value are checked. A `Form` has a rule for
+each field of a dataclass."""
 
 from __future__ import annotations
 
 import json
 import re
 import reprlib
-from dataclasses import dataclass
-from typing import Any, NoReturn, cast
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any, Generic, NoReturn, TypeVar, cast
 
 from tilegen.errors import InvalidRecord
 
 MAX_TEXT = 1000
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -80,14 +84,14 @@ class Fields:
             for index, item in enumerate(cast("list[Any]", value))
         ]
 
-    def texts(self, name: str, pattern: str, expected: str, most: int) -> list[str]:
+    def texts(self, name: str, pattern: str, expected: str, most: int) -> tuple[str, ...]:
         """Return a list of at most `most` texts, each matched whole by `pattern`."""
         value = self._get(name)
         if not isinstance(value, list) or len(value) > most:
             self._refuse(name, f"a list of at most {most} texts", value)
         entries = {str(i): item for i, item in enumerate(cast("list[Any]", value))}
         items = Fields(entries, f"{self.where}{name}.")
-        return [items.text(i, pattern, expected) for i in entries]
+        return tuple(items.text(i, pattern, expected) for i in entries)
 
     def is_null(self, name: str) -> bool:
         """Return True if the field is null. A missing field raises InvalidRecord."""
@@ -132,3 +136,69 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(values) < len(pairs):
         raise InvalidRecord("expected every field once, found one twice")
     return values
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How a field of a dataclass is read from JSON, and written."""
+
+    read: Callable[[Fields, str], Any]
+    """Check the field of a name; raises InvalidRecord."""
+    write: Callable[[Any], Any] = lambda value: value
+    is_optional: bool = False
+    """True if the field may be absent, and has its default then."""
+    is_sparse: bool = False
+    """True if the field is left out where it has its default."""
+
+
+class Form(Generic[T]):
+    """The JSON object of a dataclass: a rule for each field, in the order of the object."""
+
+    def __init__(self, kind: type[T], **rules: Rule) -> None:
+        self._kind, self._rules = kind, rules
+        self._defaults = {field.name: field.default for field in fields(cast("Any", kind))}
+
+    def read(self, fields: Fields, **given: Any) -> T:
+        """Check all fields but the given ones, and make the dataclass. Raises InvalidRecord."""
+        values = {
+            name: rule.read(fields, name)
+            for name, rule in self._rules.items()
+            if name not in given and (name in fields.values or not rule.is_optional)
+        }
+        return self._kind(**values, **given)
+
+    def values(self, value: T) -> dict[str, Any]:
+        """Return the JSON values; `read` is the inverse."""
+        return {
+            name: rule.write(stored)
+            for name, rule in self._rules.items()
+            if not ((stored := getattr(value, name)) == self._defaults[name] and rule.is_sparse)
+        }
+
+
+def rule(check: Callable[..., Any], *limits: Any, **options: Any) -> Rule:
+    """Return the rule of a method of Fields: `rule(Fields.integer, 0, 9)`."""
+    return Rule(lambda fields, name: check(fields, name, *limits, **options))
+
+
+def group(form: Form[Any]) -> Rule:
+    """Return the rule of a nested object."""
+    return Rule(lambda fields, name: form.read(fields.group(name)), form.values)
+
+
+def nullable(of: Rule) -> Rule:
+    """Return a rule that also admits null."""
+    return Rule(
+        lambda fields, name: None if fields.is_null(name) else of.read(fields, name),
+        lambda value: None if value is None else of.write(value),
+    )
+
+
+def optional(of: Rule) -> Rule:
+    """Return the rule of a field that may be absent."""
+    return replace(of, is_optional=True)
+
+
+def sparse(of: Rule) -> Rule:
+    """Return the rule of a field that is left out where it has its default."""
+    return replace(of, is_optional=True, is_sparse=True)

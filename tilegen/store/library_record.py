@@ -7,18 +7,19 @@ for one machine's PyTorch, so it is not shared.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from tilegen.disk import say_once
 from tilegen.environment import current
 from tilegen.errors import InvalidRecord
 from tilegen.kernels.spec import BACKENDS, Backend, Direction
 from tilegen.problem import AttentionProblem
-from tilegen.store.fields import parse_json
+from tilegen.store.fields import Fields, Form, group, parse_json, rule
 from tilegen.store.files import inside, read_bytes, text_of, update
-from tilegen.store.record import measurement_from, measurement_values, slug, versions_of
+from tilegen.store.forms import MEASUREMENT, VERSIONS
+from tilegen.store.record import slug
 from tilegen.store.versions import Versions, now
 from tilegen.tuning.measure import POLICY, Measurement
 
@@ -44,6 +45,14 @@ class LibraryRecord:
         return 1e-6 * (self.measurement.median_us or 0.0)
 
 
+_FORM = Form(
+    LibraryRecord,
+    library=rule(Fields.choice, BACKENDS),
+    measurement=MEASUREMENT,
+    versions=group(VERSIONS),
+)
+
+
 def library_path(gpu: str, direction: Direction, problem: AttentionProblem) -> PurePosixPath:
     """Return the path of a library's record in the local cache."""
     return PurePosixPath("libraries", slug(gpu), direction, f"{slug(problem.rounded.key)}.json")
@@ -61,9 +70,7 @@ def save_library(
     values: dict[str, Any] = {
         "schema": SCHEMA,
         **_subject(problem, gpu, direction),
-        "library": record.library,
-        "measurement": measurement_values(record.measurement),
-        "versions": asdict(record.versions),
+        **_FORM.values(record),
         "date": now(),
         "command": command,
     }
@@ -86,13 +93,9 @@ def library_record(
         fields.integer("schema", SCHEMA, SCHEMA)
         for name, value in _subject(problem, gpu, direction).items():
             fields.choice(name, (value,))
-        measurement = measurement_from(fields.group("measurement"))
+        record = _FORM.read(fields)
         fields.group("measurement").choice("status", ("ok",))
-        return LibraryRecord(
-            library=cast("Backend", fields.choice("library", BACKENDS)),
-            measurement=measurement,
-            versions=versions_of(fields.group("versions")),
-        )
+        return record
     except InvalidRecord as error:
         say_once(f"record {str(file)!r} skipped: {error}")
         return None

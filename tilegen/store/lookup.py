@@ -20,9 +20,10 @@ from tilegen.problem import AttentionProblem
 from tilegen.store import places
 from tilegen.store.election import conditions, elect, join, verdict, why_not_valid
 from tilegen.store.files import Change, Unreadable, text_of
+from tilegen.store.forms import OtherSchema
 from tilegen.store.places import Location, Owner, locations
 from tilegen.store.reach import Unreachable
-from tilegen.store.record import OtherSchema, TuningRecord, bucket_of, older_paths, record_path
+from tilegen.store.record import TuningRecord, bucket_of, older_paths, record_path
 from tilegen.store.versions import Versions, is_credible, second_after
 from tilegen.task import KernelTask, Tiled
 from tilegen.tuning.measure import one_line

@@ -17,11 +17,12 @@ from tilegen.store import places
 from tilegen.store.election import join, why_not_valid
 from tilegen.store.fields import parse_json
 from tilegen.store.files import text_of
+from tilegen.store.forms import GPU, KERNEL, OtherSchema, problem_of
 from tilegen.store.listing import list_records
 from tilegen.store.lookup import OtherTilegen, save
 from tilegen.store.places import Location
 from tilegen.store.reach import Unreachable
-from tilegen.store.record import OtherSchema, TuningRecord, gpu_of, kernel_of, problem_of, slug
+from tilegen.store.record import TuningRecord, slug
 from tilegen.store.trials import (
     MAX_TRIALS_BYTES,
     Entry,
@@ -265,10 +266,11 @@ def _import_line(line: bytes, target: Location, dry_run: bool) -> Iterator[Trans
         record = TuningRecord.from_json(json.dumps(fields.group("record").values))
         yield put(record, target, dry_run=dry_run)
     else:
-        gpu, kernel, problem = gpu_of(fields), kernel_of(fields), problem_of(fields)
+        gpu, kernel = GPU.read(fields, "gpu"), KERNEL.read(fields, "kernel")
+        name = str(trials_path(gpu, kernel, problem_of(fields)))
         trials = fields.groups("trials", MAX_TRIALS_BYTES)
         contents = [json.dumps(trial.values).encode() for trial in trials]
-        yield put_trials(str(trials_path(gpu, kernel, problem)), contents, target, dry_run=dry_run)
+        yield put_trials(name, contents, target, dry_run=dry_run)
 
 
 def _exports_of(name: str, data: bytes | TilegenError) -> list[dict[str, Any]]:

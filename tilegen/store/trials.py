@@ -12,25 +12,23 @@ from tilegen.device import Device
 from tilegen.errors import InvalidRecord
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.problem import AttentionProblem
-from tilegen.store.fields import MAX_TEXT, Fields, parse_json
-from tilegen.store.record import (
+from tilegen.store.fields import MAX_TEXT, Fields, Form, Rule, optional, parse_json, rule, sparse
+from tilegen.store.forms import (
+    CONFIG,
+    DATE,
     MAX_SECONDS,
+    MEASUREMENT,
+    SOURCE,
     OtherSchema,
     config_from,
-    date_of,
-    measurement_from,
-    measurement_values,
     naming_newer,
-    slug,
-    source_of,
 )
+from tilegen.store.record import slug
 from tilegen.store.versions import Versions, is_credible, now
 from tilegen.tuning.measure import POLICY, Measurement
 
 MAX_TRIALS_BYTES = 64 * 2**20
 """Maximum size of a file of trials [bytes]."""
-BESIDES = ("tilegen", "torch", "cuda")
-"""Versions that a line holds besides its conditions: no timing depends on these."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,16 +116,11 @@ def of_trials(path: str) -> tuple[str, Kernel]:
 
 def trial_line(trial: Trial, conditions: Conditions) -> dict[str, Any]:
     """Return the JSON values of a trial's line."""
-    groups = {"config": vars(trial.config), "measurement": measurement_values(trial.measurement)}
-    values = {"date": trial.date, **vars(trial), **groups, "conditions": vars(conditions)}
-    versions = {name: getattr(trial.versions, name) for name in BESIDES}
-    if not any(versions.values()):
+    values = _TRIAL.values(trial) | {"config": vars(trial.config)}
+    values["versions"] = _BESIDES.values(trial.versions)
+    if not any(values["versions"].values()):
         del values["versions"]
-    else:
-        values["versions"] = versions
-    if not trial.source:
-        del values["source"]
-    return values
+    return values | {"conditions": vars(conditions)}
 
 
 def parse_trial(
@@ -156,19 +149,13 @@ def _parsed(
     conditions = conditions_of(values)
     if only is not None and conditions != only:
         return None
-    versions = Versions(triton=conditions.triton, driver=conditions.driver)
+    versions = Versions()
     if "versions" in values.values:  # older lines have no versions
-        stored = values.group("versions")
-        versions = replace(versions, **{name: stored.text(name, longest=80) for name in BESIDES})
-    trial = Trial(
+        versions = _BESIDES.read(values.group("versions"))
+    trial = _TRIAL.read(
+        values,
         config=config_from(values.group("config"), kernel),
-        measurement=measurement_from(values.group("measurement")),
-        seconds=values.number("seconds", 0, MAX_SECONDS),
-        spill_bytes=values.integer("spill_bytes", 0, 2**31),
-        device_lost=values.values.get("device_lost") is True,
-        source=source_of(values),
-        versions=versions,
-        date=date_of(values),
+        versions=replace(versions, triton=conditions.triton, driver=conditions.driver),
     )
     return trial, conditions
 
@@ -176,11 +163,23 @@ def _parsed(
 def conditions_of(line: Fields) -> Conditions:
     """Parse the conditions of a line, which another tilegen may have written. Raises
     InvalidRecord."""
-    group = line.group("conditions")
-    return Conditions(
-        **{field.name: group.text(field.name, longest=MAX_TEXT) for field in fields(Conditions)}
-    )
+    return _CONDITIONS.read(line.group("conditions"))
 
+
+_LONG, _SHORT = rule(Fields.text, longest=MAX_TEXT), rule(Fields.text, longest=80)
+_CONDITIONS = Form(Conditions, **{field.name: _LONG for field in fields(Conditions)})
+_BESIDES = Form(Versions, tilegen=_SHORT, torch=_SHORT, cuda=_SHORT)
+"""Versions that a line holds besides its conditions: no timing depends on these."""
+_TRIAL = Form(
+    Trial,
+    date=DATE,
+    config=CONFIG,
+    measurement=MEASUREMENT,
+    seconds=rule(Fields.number, 0, MAX_SECONDS),
+    spill_bytes=rule(Fields.integer, 0, 2**31),
+    device_lost=optional(Rule(lambda fields, name: fields.values[name] is True)),
+    source=sparse(SOURCE),
+)
 
 Entry = tuple[bool, str, bytes]
 """The sort key of a line to keep (True if its date is credible, then the date), and the line."""

@@ -17,11 +17,12 @@ from tilegen.kernels.registry import KERNELS
 from tilegen.store import places
 from tilegen.store.election import join, why_not_valid
 from tilegen.store.files import inside, only_writer, text_of
+from tilegen.store.forms import OtherSchema
 from tilegen.store.listing import Listed, list_records
 from tilegen.store.lookup import why_not_legal
 from tilegen.store.places import Location
 from tilegen.store.reach import Unreachable
-from tilegen.store.record import OtherSchema, TuningRecord
+from tilegen.store.record import TuningRecord
 from tilegen.store.trials import MAX_TRIALS_BYTES, of_trials, parse_trial
 from tilegen.store.versions import is_credible
 from tilegen.task import Tiled

@@ -31,6 +31,7 @@ from tilegen.private_files import NotPrivate, check_private
 from tilegen.store.files import locked
 from tilegen.tuning.measure import MAX_REPEATS, Measurement, failed, one_line, summarise
 from tilegen.tuning.search import quiet_study
+from tilegen.tuning.surroundings import OnCpu
 
 TimedFunction = Callable[[], object]
 Pairs = list[tuple[float, float]]
@@ -86,6 +87,8 @@ class InTurns:
         """`prepare` makes inputs, and returns a function that returns the launches of a config."""
         self.in_hand, self._prepare = in_hand, prepare
         self._runs: dict[TileConfig, TimedFunction] = {}
+        self._around = OnCpu()
+        self._around.begin()
         self._base = 0.0
         self._run_of: Callable[[TileConfig], TimedFunction] | None = None
         # A trial of this study is one measurement, an intermediate value the least time of its
@@ -103,7 +106,9 @@ class InTurns:
         try:
             base, run = self._run(self.in_hand), self._run(config)
             with alone_on_this_machine():
+                self._around.begin()
                 pairs = pairs_of(base, run, seconds=SECONDS, stop=stop)
+                surroundings = self._around.seen()
         except TilegenError as error:
             self._study.tell(trial, state=TrialState.FAIL)
             return failed(error)
@@ -114,7 +119,7 @@ class InTurns:
             self._base = statistics.median(first for first, _ in pairs)
         result = summarise([1e6 * self._base * b / a for a, b in pairs][:MAX_REPEATS])
         said = f"{len(pairs)} pairs, {ratio:.3f} times the time of {self.in_hand.key}"
-        return replace(result, message=said)
+        return replace(result, message=said, surroundings=surroundings)
 
     def resume(self, measurement: Measurement) -> None:
         """Scale times to the time of the config in hand in an earlier run."""

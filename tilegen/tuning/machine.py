@@ -14,7 +14,7 @@ from tilegen.errors import InvalidRecord, TilegenError, Unsupported
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.problem import AttentionProblem
 from tilegen.store.fields import parse_json
-from tilegen.store.record import MAX_SECONDS, kernel_of, measurement_from
+from tilegen.store.forms import KERNEL, MAX_SECONDS, measurement_from
 from tilegen.tuning.bench import Bench, as_tuned, real_bench
 from tilegen.tuning.jobs import Job
 from tilegen.tuning.measure import Measurement
@@ -119,7 +119,7 @@ class ReplayMachine:
                 fields = parse_json(line.decode("utf-8"))
                 if "recording" in fields.values:
                     problem = AttentionProblem.parse(fields.text("problem", longest=1000))
-                    key = (fields.text("gpu"), kernel_of(fields), problem.rounded.key)
+                    key = (fields.text("gpu"), KERNEL.read(fields, "kernel"), problem.rounded.key)
                     results = self._recorded.setdefault(key, {})
                 elif results is not None:
                     config = TileConfig.parse(fields.text("config"))

@@ -12,6 +12,7 @@ from typing import Literal
 from tilegen.compiling.digests import noting_launches
 from tilegen.device import COLD_L2
 from tilegen.errors import BuildFailed, TilegenError, Unsupported
+from tilegen.tuning.surroundings import UNKNOWN, OnGpu, Surroundings
 
 Status = Literal[
     "ok", "build_failed", "out_of_resources", "declined", "launch_failed", "wrong", "unmeasured"
@@ -50,6 +51,8 @@ class Measurement:
     digest: str = ""
     """Digests of the timed binaries (tilegen/compiling/digests.py), in the order of their first
     launches, separated by spaces. Empty if unknown, as for libraries."""
+    surroundings: Surroundings = UNKNOWN
+    """The clock of the GPU, and what other processes did meanwhile."""
 
     @property
     def failure(self) -> str:
@@ -80,11 +83,14 @@ def measure(
     fewer, but at least one. Raises Unsupported without a GPU, and DeviceLost if a launch breaks the
     CUDA context. Any other failure becomes a status with a one-line message.
     """
-    timer = timer or _cuda_timer()
+    around = OnGpu() if timer is None else None
+    timer = timer or _cuda_timer(around)
     times: list[float] = []
     try:
         with noting_launches() as launched:
             timer(launch, 1)  # warm-up: builds the kernel, fills the allocator
+        if around:
+            around.begin()
         start = time.perf_counter()
         times += timer(launch, 1)
         run_seconds = max(time.perf_counter() - start, 1e-6)
@@ -100,7 +106,10 @@ def measure(
     except Exception as error:  # any error of a launch is a result of this config
         return survived(error)
     result = summarise(times)
-    return replace(result, digest=launched.digest) if result.status == "ok" else result
+    if result.status != "ok":
+        return result
+    surroundings = around.seen() if around else UNKNOWN
+    return replace(result, digest=launched.digest, surroundings=surroundings)
 
 
 def summarise(times: list[float]) -> Measurement:
@@ -154,7 +163,7 @@ def one_line(error: Exception | str) -> str:
     return line if len(line) <= MAX_MESSAGE else f"{line[: MAX_MESSAGE - 3]}..."
 
 
-def _cuda_timer() -> Timer:
+def _cuda_timer(around: OnGpu | None = None) -> Timer:
     import torch
 
     if not torch.cuda.is_available():
@@ -176,6 +185,8 @@ def _cuda_timer() -> Timer:
             before.record()
             launch()
             after.record()
+        if around:  # the GPU is at work on the queue
+            around.read()
         torch.cuda.synchronize()
         return [1e3 * before.elapsed_time(after) for before, after in events]
 
