@@ -31,6 +31,13 @@ MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 pytestmark = pytest.mark.skipif(MEMORY < 2**33, reason="needs 8 GiB of memory")
 
 
+def _reserved(size: int) -> torch.Tensor:
+    try:
+        return torch.empty(size, dtype=torch.float16)
+    except RuntimeError as error:
+        pytest.skip(f"the system reserves no {size / 2**29:.1f} GiB: {error}")
+
+
 def _spread(tensor: torch.Tensor, axis: str) -> torch.Tensor:
     """Return the tensor with its last element more than 2**31 elements after its first."""
     sizes, number, stride = STRIDES[axis]
@@ -38,10 +45,7 @@ def _spread(tensor: torch.Tensor, axis: str) -> torch.Tensor:
     strides[number] = stride
     last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
     assert last > 2**31
-    try:
-        storage = torch.empty(last + 1, dtype=tensor.dtype)
-    except RuntimeError as error:
-        pytest.skip(f"the system reserves no {(last + 1) * 2 / 2**30:.1f} GiB: {error}")
+    storage = _reserved(last + 1)
     spread = storage.as_strided(sizes, strides).copy_(tensor)
     assert addressable(spread), "the call would make a copy, whose offsets are small"
     return spread
@@ -70,27 +74,21 @@ def test_one_tensor_is_spread(name: str, axis: str) -> None:
         torch.testing.assert_close(ours.double(), right, atol=4e-3, rtol=4e-3)
 
 
-@pytest.mark.parametrize("name", ["k", "v"])
-def test_pages_of_a_large_cache(name: str) -> None:
-    """The pages of a sequence lie on both sides of 2**31 elements."""
-    page, heads, dim = 16, 2, 16
-    pages = 2**31 // (page * heads * dim) + 5
+@pytest.mark.parametrize("padding", [0, 1])
+def test_pages_of_a_large_cache(padding: int) -> None:
+    """The pages of a sequence lie on both sides of 2**31 elements, at multiples of 16 or not."""
+    sizes = page, heads, dim = 16, 2, 16
+    stride = page * heads * dim + padding
+    pages = 2**31 // stride + 5
     table = torch.tensor([[pages - 1, 3, pages - 2, 0]])
     generator = torch.Generator().manual_seed(4)
     q = torch.randn(1, heads, 1, dim, generator=generator).half()
-    dense = {each: torch.randn(4, page, heads, dim, generator=generator).half() for each in "kv"}
-    caches = {}
-    for each, values in dense.items():
-        if each == name:
-            try:
-                caches[each] = torch.empty(pages, page, heads, dim, dtype=torch.float16)
-            except RuntimeError as error:
-                pytest.skip(f"the system reserves no 4 GiB: {error}")
-            caches[each][table[0]] = values
-    other = "v" if name == "k" else "k"
-    caches[other] = torch.empty_like(caches[name])
-    caches[other][table[0]] = dense[other]
-    out = tilegen.attention_paged(q, caches["k"], caches["v"], table, torch.tensor([60]))
-    k, v = (dense[each].flatten(0, 1)[:60].transpose(0, 1).double() for each in "kv")
-    expected = scaled_dot_product_attention(q.double(), k[None], v[None])
+    dense = [torch.randn(4, *sizes, generator=generator).half() for _ in range(2)]
+    caches = [_reserved(pages * stride) for _ in range(2)]
+    caches = [x.as_strided((pages, *sizes), (stride, heads * dim, dim, 1)) for x in caches]
+    for pool, values in zip(caches, dense, strict=True):
+        pool[table[0]] = values
+    out = tilegen.attention_paged(q, *caches, table, torch.tensor([60]))
+    k, v = (x.flatten(0, 1)[:60].transpose(0, 1)[None].double() for x in dense)
+    expected = scaled_dot_product_attention(q.double(), k, v)
     torch.testing.assert_close(out.double(), expected, atol=4e-3, rtol=4e-3)
