@@ -11,11 +11,15 @@ import torch
 import tilegen
 from tests.taken import taking
 from tilegen import cpu, pipeline
-from tilegen.emit.identity import RenderedKernel, is_aligned
+from tilegen.emit.identity import RenderedKernel, is_aligned, rows_are_aligned
+from tilegen.errors import InvalidProblem
 from tilegen.kernels.config import TileConfig
 from tilegen.launch import autograd, kernels
 from tilegen.launch.binding import BoundKernel
+from tilegen.launch.changes import Changes
+from tilegen.problem import AttentionProblem
 from tilegen.runtime import plans
+from tilegen.runtime.call import call_key, facts_of
 
 
 @dataclass
@@ -83,6 +87,10 @@ CASES = {
     "a batch of one": (dense().as_strided((1, 2, 8, 32), (3, 256, 32, 1)), True),
     "rows of 40": (wide(40), True),
     "rows of 36": (wide(36), False),
+    "heads 260 apart": (
+        torch.zeros(516, dtype=torch.float16).as_strided((1, 2, 8, 32), (0, 260, 32, 1)),
+        False,
+    ),
     "head dim 36": (dense(width=36), False),
     "head dim 40": (dense(width=40), True),
 }
@@ -98,12 +106,22 @@ def test_alignment_of_every_input_counts(name: str, which: str, seen: Seen) -> N
     assert seen.kernels == [("fwd", aligned)]
 
 
-def test_the_same_shape_at_another_address_is_another_call(
-    seen: Seen,
+@pytest.mark.parametrize("other", [dense(offset=1), wide(36), CASES["heads 260 apart"][0]])
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+def test_the_same_shape_at_another_place_is_another_call(
+    which: str, other: torch.Tensor, seen: Seen
 ) -> None:
-    for offset in (0, 1, 0, 1):
-        tilegen.attention(dense(offset=offset), dense(), dense())
+    for given in (dense(), other, dense(), other):
+        tilegen.attention(*(given if which == one else dense() for one in "qkv"))
     assert seen.kernels == [("fwd", True), ("fwd", False)]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.usefixtures("seen")
+def test_kernels_read_one_length_of_each_batch_entry(count: int) -> None:
+    q = dense().expand(2, 2, 8, 32).contiguous()
+    with pytest.raises(InvalidProblem, match=f"size 2 along batch, got {count}"):
+        tilegen.attention(q, q, q, kv_lengths=torch.full((count,), 3))
 
 
 def test_an_unaligned_gradient_is_copied_for_aligned_kernels(
@@ -123,3 +141,28 @@ def test_rows_too_far_apart_for_32_bits_are_copied() -> None:
     assert not autograd.addressable(far)
     assert autograd.addressable(far.contiguous())
     assert not autograd.addressable(dense().mT)
+
+
+def test_rows_of_every_tensor_count() -> None:
+    for dims, aligned in (("d32", True), ("d36", False), ("d32/36", False), ("d36/32", False)):
+        assert rows_are_aligned(AttentionProblem.parse(f"hq2 q64 {dims} fp16 full")) == aligned
+
+
+def test_plans_are_shared_by_calls_that_kernels_cannot_tell_apart() -> None:
+    def key(*sizes: int, far: str = "", batch: int = 1) -> Any:
+        given = [
+            torch.empty_strided(
+                (batch, 2, size, 16), (16, 2**23, 2**22 if name == far else 16, 1), device="meta"
+            )
+            for name, size in zip("qkv", sizes, strict=True)
+        ]
+        return call_key(facts_of(*given, Changes(tilegen.full())))
+
+    assert key(40, 50, 50) == key(64, 33, 33) != key(65, 50, 50)
+    assert key(40, 50, 50) != key(40, 65, 65)
+    # What is not usual has a key of its own: a longer v, rows that need a copy, too many programs.
+    assert key(40, 50, 51) != key(40, 50, 52)
+    for name in "qkv":
+        assert key(40, 50, 50, far=name) != key(41, 50, 50, far=name)
+    assert key(64, 64, 64, batch=2**23) == key(63, 64, 64, batch=2**23)
+    assert key(64, 64, 64, batch=2**24) != key(63, 64, 64, batch=2**24)

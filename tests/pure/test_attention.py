@@ -1,5 +1,6 @@
 """`tilegen.attention` without an interpreter or a GPU: bad input, the PyTorch fallback, records."""
 
+import itertools
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -48,6 +49,26 @@ BAD = {
         "one dtype and",
     ),
     "other device": ([torch.zeros(GOOD, device="meta")] * 3, {}, "CUDA or CPU"),
+    "fewer kv_lengths": (
+        tensors(*[(2, 4, 8, 16)] * 3),
+        {"kv_lengths": torch.tensor([3])},
+        "size 2 along batch",
+    ),
+    "more kv_lengths": (
+        tensors(GOOD, GOOD, GOOD),
+        {"kv_lengths": torch.tensor([3, 4])},
+        "size 1 along batch",
+    ),
+    "too few rows of blocks": (
+        tensors(GOOD, GOOD, GOOD),
+        {"mask": tilegen.block_sparse(torch.ones(1, 2) > 0, 4)},
+        "with 2 x 2 blocks, got 1 x 2",
+    ),
+    "too few columns of blocks": (
+        tensors(GOOD, GOOD, GOOD),
+        {"mask": tilegen.block_sparse(torch.ones(2, 1) > 0, 4)},
+        "with 2 x 2 blocks, got 2 x 1",
+    ),
     "NaN scale": (tensors(GOOD, GOOD, GOOD), {"scale": float("nan")}, "finite number"),
     "infinite scale": (tensors(GOOD, GOOD, GOOD), {"scale": float("inf")}, "finite number"),
     "text scale": (tensors(GOOD, GOOD, GOOD), {"scale": "0.1"}, "finite number"),
@@ -76,7 +97,10 @@ def test_bad_input_gets_one_clear_error(name: str) -> None:
         ((2, 4, 6, 16), (2, 2, 6, 16), (1, 2, 6, 16)),
         ((2, 4, 6, 16), (2, 2, 6, 16), (2, 1, 6, 16)),
         ((2, 4, 6, 16), (2, 2, 6, 16), (2, 2, 5, 16)),
+        ((2, 4, 6, 16), (2, 2, 5, 16), (2, 2, 6, 16)),
         ((2, 4, 6, 16), (2, 2, 6, 1), (2, 2, 6, 16)),
+        ((2, 4, 6, 32), (2, 2, 6, 16), (2, 2, 6, 16)),
+        ((2, 4, 6, 16), (2, 2, 6, 32), (2, 2, 6, 16)),
         ((4, 6, 16), (2, 2, 6, 16), (2, 2, 6, 16)),
     ],
     ids=str,
@@ -84,10 +108,10 @@ def test_bad_input_gets_one_clear_error(name: str) -> None:
 def test_a_plan_serves_no_call_of_tensors_that_do_not_fit(
     q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]
 ) -> None:
-    for rows in (2, 6):  # plans of every bucket that the others could be taken for
-        for columns in (2, 6):
-            fits = torch.zeros(2, 4, rows, 16), *torch.zeros(2, 2, 2, columns, 16)
-            tilegen.attention(*fits)
+    # Plans of every bucket that the others could be taken for.
+    for rows, columns, width in itertools.product((2, 6), (2, 6), (16, 32)):
+        fits = (2, 4, rows, width), (2, 2, columns, width), (2, 2, columns, 16)
+        tilegen.attention(*map(torch.zeros, fits))
     with pytest.raises(InvalidProblem):
         tilegen.attention(torch.zeros(q), torch.zeros(k), torch.zeros(v))
 

@@ -26,7 +26,7 @@ from tilegen.masks import (
     streaming,
     values,
 )
-from tilegen.masks.packed import packed
+from tilegen.masks.packed import longest_of, packed
 from tilegen.masks.tiles.tile_ranges import tile_ranges
 from tilegen.problem import AttentionProblem
 
@@ -205,6 +205,11 @@ def test_documents_without_tokens_hold_nothing() -> None:
     mask = packed([0, 0, 3, 3, 5, 5], [0, 2, 2, 4, 4, 9])
     expected = torch.zeros(5, 9, dtype=torch.bool)  # rows 0-2 have no columns, columns 4-8 no rows
     assert torch.equal(dense_mask(mask, 5, 9), expected)
+
+
+def test_the_longest_document_decides() -> None:
+    assert longest_of(torch.tensor([0, 3, 20, 20, 25])) == 17
+    assert longest_of(torch.tensor([0])) == longest_of(torch.tensor([0, 0])) == 1
 
 
 @pytest.mark.parametrize(

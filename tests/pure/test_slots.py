@@ -70,6 +70,9 @@ def test_tokens_go_to_the_slots_that_are_named(layout: str) -> None:
         write_slots(*new, *pages, slots[:3], layout=layout)
     with pytest.raises(InvalidProblem, match="must be integers"):
         write_slots(*new, *pages, slots > 0, layout=layout)
+    for beyond in (-2, 24):
+        with pytest.raises(InvalidProblem, match=r"slots must be -1\.\.23, got"):
+            write_slots(*new, *pages, slots.where(slots != 9, beyond), layout=layout)
 
 
 def test_keys_that_do_not_fit_are_refused() -> None:

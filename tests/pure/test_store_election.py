@@ -48,6 +48,16 @@ RULE: dict[str, tuple[list[TuningRecord], int, str]] = {
         1,
         r"faster (390 us, the other 400 us)",
     ),
+    "the fastest wins, whichever config comes first": (
+        [
+            record(us=us, source=source, config=config)
+            for us, source, config in zip(
+                (410.0, 400.0, 390.0), ("aa", "bb", "cc"), sorted(CONFIGS), strict=True
+            )
+        ],
+        2,
+        r"faster (390 us, the other 410 us)",
+    ),
     "of one machine the later finding": (
         [
             record(us=390.0, source="aa", date=day(21)),

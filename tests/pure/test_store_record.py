@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import fields, replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -162,6 +163,12 @@ def test_record_of_a_failure_or_of_no_bucket_is_refused() -> None:
 def test_now_is_a_date_that_a_record_takes() -> None:
     dated = record(date=now())
     assert TuningRecord.from_json(dated.to_json()) == dated
+
+
+def test_a_date_is_credible_until_a_day_ahead() -> None:
+    for hours, expected in ((-9999, True), (0, True), (23, True), (25, False), (9999, False)):
+        date = (datetime.now(UTC) + timedelta(hours=hours)).strftime("%Y-%m-%dT%H:%M:%SZ")
+        assert versions_module.is_credible(date) == expected, hours
 
 
 def test_current_versions(tmp_path: Path) -> None:

@@ -89,6 +89,10 @@ MISFITS: dict[str, tuple[Mask, str]] = {
     "columns": (prefix_lm(values([1] * 20, "k")), "size 30 along key-value columns, got 20"),
     "second axis": (prefix_lm(values([[1] * 2] * 2, "bh")), "size 4 along query heads, got 2"),
     "documents": (documents(cu_seqlens=[0, 5, 31]), "must end at most with q's 20 tokens, got 31"),
+    "a token more": (
+        documents(cu_seqlens=[0, 5, 21]),
+        "must end at most with q's 20 tokens, got 21",
+    ),
     "document columns": (documents([0] * 20), "size 30 along key-value columns, got 20"),
     "layout": (block_sparse(torch.ones(3, 2, 2, dtype=torch.bool), 16), "heads, got 3"),
     "from_bool": (from_bool(torch.ones(4, 1, 20, 30, dtype=torch.bool)), "batch, got 4"),
