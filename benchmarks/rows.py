@@ -62,10 +62,11 @@ class Row(Environment):
 
 
 def columns(row_type: type[Any]) -> list[str]:
-    """Return the header of a result file: a row's own columns, then those of its environment."""
+    """Return the header of a result file: a row's own columns, then those of its environment, if it
+    has one."""
     shared = [field.name for field in fields(Environment)]
-    own = [field.name for field in fields(row_type) if field.name not in shared]
-    return own + shared
+    names = [field.name for field in fields(row_type)]
+    return sorted(names, key=lambda name: issubclass(row_type, Environment) and name in shared)
 
 
 def append(path: Path, row: Any) -> None:
@@ -160,6 +161,21 @@ def markdown(names: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     lines = [[text.replace("|", "\\|") for text in row] for row in (names, *rows)]
     lines.insert(1, ["---"] * len(lines[0]))
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def table(rows: Iterable[object], names: Sequence[str]) -> str:
+    """Return the named fields of rows, aligned as a terminal shows them."""
+    lines = [[_short(getattr(row, name)) for name in names] for row in rows]
+    cells = [[name.replace("_", " ") for name in names], *lines]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join(
+        "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
+        for line in cells
+    )
+
+
+def _short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
 
 
 def _line(row: Any) -> dict[str, object]:

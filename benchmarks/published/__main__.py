@@ -8,26 +8,25 @@ not part of this repository. Needs no GPU; takes minutes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from benchmarks.environment import RESULTS
-from benchmarks.published import (
-    aotriton,
-    attentionfuse,
-    curves,
-    decoding,
-    ffpa,
-    fit,
-    ibm,
-    report,
-    splits,
+from benchmarks.published import decoding, fit, readers, winners
+from benchmarks.published.judge import (
+    PointVerdict,
+    SweepVerdict,
+    judge_point,
+    judge_sweep,
+    judge_winners,
+    predictions,
 )
-from benchmarks.published.judge import judge_point, judge_sweep, judge_winners, predictions
-from benchmarks.published.records import Sweep
+from benchmarks.published.records import Point, Sweep
+from benchmarks.rows import table, write
 from tilegen.errors import TilegenError, Unsupported
 
 OUT = RESULTS / "published"
@@ -49,21 +48,54 @@ def judge_sweeps(sweeps: Sequence[Sweep], out: Path, *, fitting: bool) -> None:
     ):
         print(f"Sweeps over tiles, RTX 3090, the model as it is, {name}:")
         verdicts = [judge_sweep(one, predictions(one, compiled=compiled)) for one in sweeps]
-        print(*report.sweep_lines(verdicts), sep="\n")
-        report.write(out / f"{file}.csv", verdicts)
+        show_sweeps(verdicts)
+        write(out / f"{file}.csv", verdicts)
     if not fitting:
         return
     left_out = list(fit.leave_one_length_out(sweeps, FITTED, absolute=in_absolute_terms))
     print("Each length judged with constants that the other lengths gave:")
-    print(*report.sweep_lines([verdict for verdict, _ in left_out]), sep="\n")
+    show_sweeps([verdict for verdict, _ in left_out])
     for length, factors in {verdict.length: factors for verdict, factors in left_out}.items():
         print(f"  without {length} rows: {_factors(factors)}")
-    report.write(out / "sweeps_left_out.csv", [verdict for verdict, _ in left_out])
+    write(out / "sweeps_left_out.csv", [verdict for verdict, _ in left_out])
     print("All sweeps:", _factors(fit.fit(sweeps, FITTED, absolute=in_absolute_terms)))
 
 
 def _factors(factors: fit.Factors) -> str:
     return ", ".join(f"{name.split('.')[1]} x {value:.2f}" for name, value in factors.items())
+
+
+def judge_points(points: Sequence[Point]) -> Iterator[PointVerdict]:
+    """Yield the verdict on each time; print why others are left out."""
+    for point in points:
+        try:
+            yield judge_point(point)
+        except Unsupported as error:
+            print(f"  left out: {point.problem}: {error}")
+
+
+def show_sweeps(verdicts: Sequence[SweepVerdict]) -> None:
+    """Print a line for each sweep, then the median and the worst regret."""
+    names = "sweep length configs spearman regret trials ratio chosen best"
+    print(table(verdicts, names.split()))
+    regrets = [row.regret for row in verdicts]
+    print(
+        f"regret: median {statistics.median(regrets):.1%}, worst {max(regrets):.1%}; "
+        f"rank correlation: median {statistics.median(row.spearman for row in verdicts):.2f}"
+    )
+
+
+def point_lines(verdicts: Sequence[PointVerdict]) -> Iterator[str]:
+    """Yield a line for each kind of curve: median and range of model over published."""
+    for kind in dict.fromkeys((one.gpu, one.name, one.library) for one in verdicts):
+        mine = [one for one in verdicts if (one.gpu, one.name, one.library) == kind]
+        ratios = [one.ratio for one in mine]
+        bounds = [one.model_over_bound for one in mine]
+        yield (
+            f"  {' '.join(kind):48} {len(mine):3} problems  model/published "
+            f"{statistics.median(ratios):5.2f} ({min(ratios):.2f}..{max(ratios):.2f})  "
+            f"model/bound at least {min(bounds):.2f}"
+        )
 
 
 def main(
@@ -78,34 +110,32 @@ def main(
 
     Example: python -m benchmarks.published --data ../data --stride 101
     """
+    ibm = data / "ibm-vllm-triton-backend"
     try:
-        judge_sweeps(attentionfuse.sweeps(data / "attentionfuse"), out, fitting=fitting)
+        judge_sweeps(readers.attentionfuse(data / "attentionfuse"), out, fitting=fitting)
         tables = [
-            *aotriton.winners(data / "aotriton", stride),
-            *ffpa.winners(data / "ffpa-attn", 1),
-            *ibm.winners(data / "ibm-vllm-triton-backend"),
+            *winners.aotriton(data / "aotriton", stride),
+            *winners.ffpa(data / "ffpa-attn"),
+            *winners.ibm(ibm),
         ]
         print("Winners of searches, in the model's order:")
-        winners = [verdict for point in tables if (verdict := judge_winners(point))]
-        print(*report.winner_lines(winners), sep="\n")
-        report.write(out / "winners.csv", winners, stride=stride)
-        points = [*ibm.timed(data / "ibm-vllm-triton-backend"), *curves.points(data)]
-        envelope = []
-        for point in points:
-            try:
-                envelope.append(judge_point(point))
-            except Unsupported as error:
-                print(f"  left out: {point.problem}: {error}")
+        judged = [verdict for of in tables if (verdict := judge_winners(of))]
+        names = "measured_on table judged grid first_1 first_4 first_8 first_16 in_own own_first_8"
+        print(table(judged, names.split()))
+        write(out / "winners.csv", judged)
+        points = [*winners.ibm_times(ibm), *readers.library_times(data)]
         print("Times of libraries, and the model's of tilegen's kernels:")
-        print(*report.point_lines(envelope), sep="\n")
-        report.write(out / "curves.csv", envelope)
+        envelope = list(judge_points(points))
+        print(*point_lines(envelope), sep="\n")
+        write(out / "curves.csv", envelope)
         decoded = decoding.judge(points)
         print(*decoding.lines(points, decoded), sep="\n")
-        report.write(out / "decode.csv", decoded)
+        write(out / "decode.csv", decoded)
         print("Split counts of a decoding kernel on an H100:")
-        counts = splits.judge(data / "flash-attention-lab" / "decode_splits_h100.csv")
-        print(*report.sweep_lines(counts), sep="\n")
-        report.write(out / "splits.csv", counts)
+        splits = readers.split_times(data / "flash-attention-lab")
+        counts = list(decoding.judge_splits(splits))
+        show_sweeps(counts)
+        write(out / "splits.csv", counts)
     except TilegenError as error:
         raise SystemExit(str(error)) from None
     print(f"written to {out}")

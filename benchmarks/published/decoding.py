@@ -9,19 +9,24 @@ bytes that go to DRAM when others come. tilegen measures after the same zeros.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from benchmarks.arithmetic import compulsory_bytes
-from benchmarks.published.records import Point
+from benchmarks.published.judge import SweepVerdict, judge_sweep
+from benchmarks.published.readers import SPLITS
+from benchmarks.published.records import Point, Sweep
 from tilegen.choose.ranker import estimate, propose
+from tilegen.choose.search_space import all_configs
 from tilegen.gpus.spec import gpu
+from tilegen.kernels.config import TileConfig
 from tilegen.kernels.registry import FORWARD
 from tilegen.kernels.split_kv import FWD_SPLIT
 from tilegen.model.splits import splits_of
 from tilegen.model.time import launch_seconds
+from tilegen.problem import AttentionProblem
 from tilegen.task import KernelTask, Tiled
 
 FITTED_HEAD_DIM = 128
@@ -125,6 +130,31 @@ def judge(points: Sequence[Point]) -> list[Decoding]:
             )
         )
     return judged
+
+
+def judge_splits(times: Mapping[AttentionProblem, Mapping[int, float]]) -> Iterator[SweepVerdict]:
+    """Yield the verdict on the split counts of each problem on an H100, from seconds by keys a
+    split: with the tiles that tilegen would take at each count, would its choice be good?"""
+    spec = gpu("h100")
+    for problem, seconds in times.items():
+        task = KernelTask.of("fwd_split", problem, spec)
+        join = propose(KernelTask.of("fwd_combine", problem, spec), top=1)[0].estimate.seconds
+        costs: dict[TileConfig, float] = {}
+        for keys in seconds.keys() & set(FWD_SPLIT.knobs.split_kv):
+            same = {replace(one, split_kv=keys) for one in all_configs(task)}
+            cost, best = min((estimate(task.tiled(one)).cost, one) for one in same)
+            costs[best] = cost + join
+        yield judge_sweep(
+            Sweep(
+                source=SPLITS,
+                name=f"{problem.key}, tilegen's tiles",
+                gpu="h100",
+                problem=problem,
+                kernels=("fwd_split", "fwd_combine"),
+                seconds={config: seconds[config.split_kv] for config in costs},
+            ),
+            costs,
+        )
 
 
 def following_launch(points: Sequence[Point]) -> float:

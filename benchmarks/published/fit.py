@@ -3,18 +3,23 @@ judged with the constants that the other lengths gave."""
 
 from __future__ import annotations
 
+import importlib
 import math
+import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks import constants
 from benchmarks.published.judge import SweepVerdict, judge_sweep, predictions
 from benchmarks.published.records import Sweep
+from tilegen.choose.ranker import best_of
 from tilegen.kernels.config import TileConfig
+from tilegen.model import rates
 
 Factors = dict[str, float]
 """Factors of constants, by names such as `rates.exposed`."""
@@ -33,12 +38,35 @@ HEAD = 2.0
 
 @contextmanager
 def scaled(factors: Factors) -> Generator[None]:
-    """Have the model use some constants times their factors."""
+    """Have the model use some constants times their factors: those of `rates` and `instructions`
+    wherever they are read, others by the module of the model and their name."""
     with ExitStack() as stack:
-        for name, factor in factors.items():
-            group, constant = name.split(".")
-            stack.enter_context(constants.scaled(group, constant, factor))
+        stack.callback(best_of.cache_clear)
+        for full, factor in factors.items():
+            group, name = full.split(".")
+            if group not in ("rates", "instructions"):
+                module = importlib.import_module(f"tilegen.model.{group}")
+                value = getattr(module, name) * factor
+                stack.enter_context(mock.patch.object(module, name, value))
+                continue
+            read = "rates_of" if group == "rates" else group
+            other = _scaled_record(getattr(rates, read), name, factor)
+            for key, module in list(sys.modules.items()):
+                if key.startswith("tilegen.") and hasattr(module, read):
+                    stack.enter_context(mock.patch.object(module, read, other))
+        best_of.cache_clear()
         yield
+
+
+def _scaled_record(real: Callable[[Any], Any], name: str, factor: float) -> Callable[[Any], Any]:
+    def other(of: Any) -> Any:
+        record = real(of)
+        value = getattr(record, name)
+        if isinstance(value, dict):  # by kernel
+            return replace(record, **{name: {k: v * factor for k, v in value.items()}})
+        return replace(record, **{name: value * factor})
+
+    return other
 
 
 def predict_with(factors: Factors, sweep: Sweep) -> Mapping[TileConfig, float]:
@@ -52,14 +80,13 @@ def errors(predicted: Mapping[TileConfig, float], sweep: Sweep, *, absolute: boo
 
     Without `absolute` a common factor of all times is no error.
     """
-    best = min(sweep.seconds.values())
-    weights = {config: (best / seconds) ** HEAD for config, seconds in sweep.seconds.items()}
-    of = {config: math.log(predicted[config] / s) for config, s in sweep.seconds.items()}
-    total = sum(weights.values())
-    mean = 0.0 if absolute else sum(weights[c] * of[c] for c in of) / total
-    beside = {c: e - mean for c, e in of.items()}
-    excused = {c: math.copysign(max(0.0, abs(e) - sweep.noise / 2), e) for c, e in beside.items()}
-    return [math.sqrt(weights[c] / total) * error for c, error in excused.items()]
+    measured = np.array(list(sweep.seconds.values()))
+    weights = (measured.min() / measured) ** HEAD
+    weights /= weights.sum()
+    logs = np.log([predicted[config] for config in sweep.seconds]) - np.log(measured)
+    logs -= 0.0 if absolute else weights @ logs
+    excused = np.copysign(np.maximum(0.0, np.abs(logs) - sweep.noise / 2), logs)
+    return (np.sqrt(weights) * excused).tolist()
 
 
 def fit(
@@ -70,12 +97,8 @@ def fit(
 
     def residuals(logs: Array) -> Array:
         with scaled(dict(zip(names, np.exp(logs).tolist(), strict=True))):
-            weighted = [
-                error
-                for one in sweeps
-                for error in errors(predictions(one), one, absolute=absolute(one))
-            ]
-        return np.array([*weighted, *(math.sqrt(PRIOR) * logs)])
+            of_sweeps = [errors(predictions(one), one, absolute=absolute(one)) for one in sweeps]
+        return np.concatenate([*of_sweeps, math.sqrt(PRIOR) * logs])
 
     at, damping = np.zeros(len(names)), 1e-2
     now = residuals(at)
@@ -103,9 +126,8 @@ def leave_one_length_out(
 ) -> Iterator[tuple[SweepVerdict, Factors]]:
     """Yield the verdict on each sweep with constants that sweeps of other lengths gave."""
     for length in sorted({sweep.length for sweep in sweeps}):
-        factors = fit(
-            [sweep for sweep in sweeps if sweep.length != length], names, absolute=absolute
-        )
+        others = [sweep for sweep in sweeps if sweep.length != length]
+        factors = fit(others, names, absolute=absolute)
         for sweep in sweeps:
             if sweep.length == length:
                 yield judge_sweep(sweep, predict_with(factors, sweep)), factors

@@ -90,6 +90,8 @@ def predictions(sweep: Sweep, *, compiled: bool = True) -> dict[TileConfig, floa
 class WinnersVerdict:
     """Shares of the published winners that the model has among its first configs."""
 
+    stride: int
+    """Every which row of the table is judged."""
     source: str
     table: str
     measured_on: str
@@ -135,6 +137,7 @@ def judge_winners(table: Winners) -> WinnersVerdict | None:
         return None
     count = len(ranks)
     return WinnersVerdict(
+        stride=table.stride,
         source=table.source,
         table=table.name,
         measured_on=table.measured_on,

@@ -7,18 +7,23 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tilegen.errors import TilegenError, Unsupported
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.spec import Direction
 from tilegen.problem import AttentionProblem
 
+Row = dict[str, str]
+PARSE = AttentionProblem.parse
+KNOBS = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
+
 
 class UnreadableTable(TilegenError):
     """A published table is missing, or is not what its reader expects."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Built:
     """Registers and memory that a compiled kernel uses."""
 
@@ -80,6 +85,8 @@ class Winners:
     """Problems and their winners, as far as tilegen can write them."""
     left_out: Counter[str] = field(default_factory=Counter[str])
     """Numbers of the rows of the table that are not among `rows`, by the reason."""
+    stride: int = 1
+    """Every which row of the table is judged."""
 
     @property
     def grid(self) -> list[TileConfig]:
@@ -96,7 +103,7 @@ class Winners:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Point:
     """One time of a library, of one problem."""
 
@@ -105,13 +112,29 @@ class Point:
     library: str
     gpu: str
     problem: AttentionProblem
-    direction: Direction
     seconds: float
+    direction: Direction = "forward"
     config: TileConfig | None = None
     """The tile of a Triton kernel that is known: the model is asked for its time."""
 
 
-def csv_rows(path: Path, needed: Iterable[str]) -> list[dict[str, str]]:
+def winners_of(rows: Iterable[tuple[str, TileConfig | None, str]], **names: Any) -> Winners:
+    """Return winners of rows of problem, tile, and the reason to leave the row out, if any. A tile
+    that tilegen does not write is None, and left out too."""
+    kept: list[tuple[AttentionProblem, TileConfig]] = []
+    left_out: Counter[str] = Counter()
+    for notation, config, reason in rows:
+        if reason or config is None:
+            left_out[reason or "tile that tilegen does not write"] += 1
+            continue
+        try:
+            kept.append((AttentionProblem.parse(notation), config))
+        except TilegenError:
+            left_out["problem that tilegen does not take"] += 1
+    return Winners(rows=tuple(kept), left_out=left_out, **names)
+
+
+def csv_rows(path: Path, needed: Iterable[str]) -> list[Row]:
     """Return the rows of a table. Raises UnreadableTable if it is missing, or columns are."""
     try:
         with path.open(newline="", encoding="utf-8") as file:
@@ -128,16 +151,9 @@ def csv_rows(path: Path, needed: Iterable[str]) -> list[dict[str, str]]:
 
 def tile(m: object, n: object, warps: object, stages: object, d: object = 0) -> TileConfig | None:
     """Return the config of numbers from a table; None if tilegen does not write such tiles."""
-    block_m, block_n, num_warps, num_stages, block_d = (
-        int(str(value)) for value in (m, n, warps, stages, d)
-    )
+    names = "block_m", "block_n", "num_warps", "num_stages", "block_d"
+    values = (int(str(value)) for value in (m, n, warps, stages, d))
     try:
-        return TileConfig(
-            block_m=block_m,
-            block_n=block_n,
-            block_d=block_d,
-            num_warps=num_warps,
-            num_stages=num_stages,
-        )
+        return TileConfig(**dict(zip(names, values, strict=True)))
     except Unsupported:
         return None

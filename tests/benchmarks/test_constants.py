@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -10,15 +9,17 @@ from pathlib import Path
 import pytest
 
 import tilegen.model
-from benchmarks import constants
+from benchmarks.published.fit import scaled
 from benchmarks.workloads import CATALOGUE
+from tilegen.choose.ranker import propose
+from tilegen.gpus.spec import gpu
 from tilegen.kernels.registry import KERNELS
 from tilegen.model import time
 from tilegen.model.on_chip import UnitsOfFamily
 from tilegen.model.rates import Instructions, Rates
+from tilegen.task import KernelTask
 
 FOLDER = Path(tilegen.model.__file__).parent
-MEASURED = Path(constants.__file__).parent / "results" / "constants.csv"
 
 
 def in_the_table() -> set[str]:
@@ -42,26 +43,16 @@ def test_every_constant_is_in_the_table_and_no_other() -> None:
     assert in_the_table() == in_the_code()
 
 
-def test_dependence_on_constants_is_recorded() -> None:
-    with MEASURED.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    assert [row["constant"] for row in rows] == constants.NAMES
-    idle = {row["constant"] for row in rows if not int(row["halved"]) and not int(row["doubled"])}
-    of_passes = {"rates.launch_seconds", "rates.following_seconds"}  # tell families apart
-    of_splits = {"time.IDLE"}  # for a single sequence: test_split_kv.test_splits_fill_the_gpu
-    assert idle <= of_passes | of_splits, "a constant that decides nothing: delete it"
-
-
 def test_a_scaled_constant_changes_choices_and_is_put_back() -> None:
-    problems = [CATALOGUE[0].problem]
-    before = constants.choices(problems)
+    task = KernelTask.of("fwd", CATALOGUE[0].problem, gpu("h200"))
+    before = propose(task, top=5)
     value = time.OVERLAP_NORM
-    with constants.scaled("time", "OVERLAP_NORM", 0.25):
+    with scaled({"time.OVERLAP_NORM": 0.25}):
         assert value / 4 == time.OVERLAP_NORM
     assert value == time.OVERLAP_NORM
-    with constants.scaled("rates", "latency_seconds", 8.0):
-        assert constants.changed(problems, before) > 0
-    assert constants.changed(problems, before) == 0
+    with scaled({"rates.latency_seconds": 8.0}):
+        assert propose(task, top=5)[0].estimate.seconds > before[0].estimate.seconds
+    assert propose(task, top=5) == before
 
 
 @pytest.mark.parametrize("group, name", [("rates", "step_clk"), ("instructions", "score")])
@@ -69,6 +60,6 @@ def test_rates_are_scaled_wherever_they_are_read(group: str, name: str) -> None:
     read = getattr(time, "rates_of" if group == "rates" else group)
     argument = "sm_90" if group == "rates" else KERNELS["fwd"]
     value = getattr(read(argument), name)
-    with constants.scaled(group, name, 2.0):
+    with scaled({f"{group}.{name}": 2.0}):
         read = getattr(time, "rates_of" if group == "rates" else group)
         assert getattr(read(argument), name) == 2 * value

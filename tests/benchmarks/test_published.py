@@ -19,15 +19,11 @@ from benchmarks.published import (
     __main__ as command,
 )
 from benchmarks.published import (
-    aotriton,
-    attentionfuse,
-    curves,
     decoding,
-    ffpa,
-    ibm,
     judge,
+    readers,
     records,
-    splits,
+    winners,
 )
 from benchmarks.published.records import UnreadableTable
 from tilegen import gpu
@@ -61,10 +57,10 @@ def data(tmp_path: Path) -> Path:
         "N,BLOCK_M,BLOCK_N,num_warps,num_stages,latency_ms\n"
         "2048,64,64,4,2,1.7\n2048,128,32,4,2,1.2\n"
     )
-    for arch in aotriton.GPUS:
-        for table in aotriton.KERNELS:
+    for arch in winners.AOTRITON_GPUS:
+        for table in winners.AOTRITON_KERNELS:
             archive(tmp_path / "aotriton" / f"{arch}_{table}.sqlite3.tar.xz", table)
-    for name in ffpa.GPUS:
+    for name in winners.FFPA_GPUS:
         entries(tmp_path / "ffpa-attn" / f"{name}.json.gz")
     (tmp_path / "ibm-vllm-triton-backend").mkdir()
     (tmp_path / "ibm-vllm-triton-backend" / "attention_winners.csv").write_text(
@@ -78,7 +74,7 @@ def data(tmp_path: Path) -> Path:
     )
     cudnn = tmp_path / "cudnn-frontend"
     cudnn.mkdir()
-    (cudnn / curves.DECODE_SWEEP).write_text(
+    (cudnn / readers.DECODE_SWEEP).write_text(
         "library,batch,q_tokens,kv_len,heads_q,heads_kv,head_dim,time_ms\n"
         "cuDNN,1,1,2048,64,8,128,0.0064\ncuDNN,8,1,2048,64,8,128,0.0248\n"
         "cuDNN,1,1,131072,64,8,128,0.2\ncuDNN,1,16,2048,64,8,128,\n"
@@ -173,7 +169,7 @@ def entries(path: Path) -> None:
 
 
 def test_only_rows_that_measure_tiles_are_read(data: Path) -> None:
-    dense, long, backward, grouped = attentionfuse.sweeps(data / "attentionfuse")
+    dense, long, backward, grouped = readers.attentionfuse(data / "attentionfuse")
     assert dense.seconds == pytest.approx(
         {CONFIG("m64n32w4s3"): 0.09e-3, CONFIG("m128n64w8s2"): 0.08e-3}
     )
@@ -184,7 +180,7 @@ def test_only_rows_that_measure_tiles_are_read(data: Path) -> None:
 
 
 def test_winners_of_an_archive(data: Path) -> None:
-    tables = {(one.name, one.measured_on): one for one in aotriton.winners(data / "aotriton", 1)}
+    tables = {(one.name, one.measured_on): one for one in winners.aotriton(data / "aotriton", 1)}
     assert len(tables) == 12
     table = tables["attn_fwd 16 bit", "gfx942"]
     assert {problem.key: config.key for problem, config in table.rows} == {
@@ -201,12 +197,12 @@ def test_winners_of_an_archive(data: Path) -> None:
 
 
 def test_every_which_row_is_read(data: Path) -> None:
-    for table in aotriton.winners(data / "aotriton", 3):
+    for table in winners.aotriton(data / "aotriton", 3):
         assert len(table.rows) + table.left_out.total() == 1
 
 
 def test_winners_of_large_head_dims(data: Path) -> None:
-    table = ffpa.winners(data / "ffpa-attn", 1)[0]
+    table = winners.ffpa(data / "ffpa-attn")[0]
     assert table.rows == ((PARSE("b1 hq32 hkv8 q512 d512 bf16 causal"), CONFIG("m64n64d64w4s2")),)
     assert table.left_out == Counter(
         {
@@ -218,7 +214,7 @@ def test_winners_of_large_head_dims(data: Path) -> None:
 
 
 def test_paged_rows_hold_a_group_of_heads(data: Path) -> None:
-    plain, paged = ibm.winners(data / "ibm-vllm-triton-backend")
+    plain, paged = winners.ibm(data / "ibm-vllm-triton-backend")
     assert plain.rows[0][0] == PARSE("b1 hq32 hkv8 q512 d128 fp16 causal")
     assert [(problem.key, config.key) for problem, config in paged.rows] == [
         ("b8 hq8 hkv8 q32 kv64 d128 fp16 full", "m16n32w4s4")
@@ -227,7 +223,7 @@ def test_paged_rows_hold_a_group_of_heads(data: Path) -> None:
 
 
 def test_times_of_winners(data: Path) -> None:
-    (point,) = ibm.timed(data / "ibm-vllm-triton-backend")
+    (point,) = winners.ibm_times(data / "ibm-vllm-triton-backend")
     assert (point.gpu, point.config) == ("h100", CONFIG("m128n128w8s2"))
     assert point.seconds == pytest.approx(15e-6)
     verdict = judge.judge_point(point)
@@ -236,7 +232,7 @@ def test_times_of_winners(data: Path) -> None:
 
 
 def test_times_of_libraries(data: Path) -> None:
-    points = curves.points(data)
+    points = readers.library_times(data)
     assert [(one.name, one.library, one.problem.mask.notation) for one in points] == [
         ("training fwd", "FA3", "causal"),
         ("training bwd", "FA3", "full"),
@@ -250,29 +246,23 @@ def test_times_of_libraries(data: Path) -> None:
     assert points[1].seconds == pytest.approx(flops / 500e12)
 
 
-def test_split_counts_are_judged_with_either_tile(data: Path) -> None:
-    path = data / "flash-attention-lab" / "decode_splits_h100.csv"
-    ((problem, seconds),) = splits.times(path).items()
+def test_split_counts_are_judged_with_tilegen_s_tiles(data: Path) -> None:
+    ((problem, seconds),) = (times := readers.split_times(data / "flash-attention-lab")).items()
+    assert problem == PARSE("b1 hq32 hkv8 q1 kv32768 d128 bf16")
     assert seconds == pytest.approx({32768: 4e-3, 1024: 0.202e-3, 512: 0.2e-3})
-    own, waiting = splits.judge(path)
-    assert "k512" in own.best, "the published optimum, whatever the tile"
-    assert (own.configs, waiting.configs) == (2, 3), "tilegen takes 8192 keys a split at most"
-    assert (waiting.spread, waiting.noise) == (pytest.approx(20), 0.01)
-    costs = splits.with_waiting_tile(problem, seconds)
-    one_split, *others = costs.values()
-    assert one_split == pytest.approx(4e-3, rel=2e-3), "what the latency is fitted to"
-    assert max(others) < one_split / 10
-    assert waiting.spearman > 0.4
-    assert {one.num_stages for one in costs} == {1}
+    (verdict,) = decoding.judge_splits(times)
+    assert "k512" in verdict.best, "the published optimum"
+    assert verdict.configs == 2, "tilegen takes 8192 keys a split at most"
+    assert (verdict.spread, verdict.noise) == (pytest.approx(1.01), 0.01)
 
 
 @pytest.mark.parametrize(
     "read, name",
     [
-        (attentionfuse.sweeps, "config_sweep_expanded.csv"),
-        (lambda path: aotriton.winners(path, 1), "gfx942_attn_fwd.sqlite3.tar.xz"),
-        (lambda path: ffpa.winners(path, 1), "NVIDIA_L20.json.gz"),
-        (ibm.winners, "attention_winners.csv"),
+        (readers.attentionfuse, "config_sweep_expanded.csv"),
+        (lambda path: winners.aotriton(path, 1), "gfx942_attn_fwd.sqlite3.tar.xz"),
+        (winners.ffpa, "NVIDIA_L20.json.gz"),
+        (winners.ibm, "attention_winners.csv"),
     ],
 )
 def test_a_missing_table_is_named(read: object, name: str, tmp_path: Path) -> None:
@@ -331,7 +321,7 @@ def test_an_envelope_of_times_is_found_again() -> None:
 
 
 def test_decoding_is_judged_without_launches(data: Path) -> None:
-    points = curves.points(data)
+    points = readers.library_times(data)
     verdicts = decoding.judge(points)
     assert [verdict.published_us for verdict in verdicts] == pytest.approx([6.4, 24.8, 200])
     spec = gpu("h200")
@@ -357,7 +347,7 @@ def test_short_kernels_take_a_following_launch_besides(data: Path) -> None:
         estimate(Tiled.of("fwd", problem, spec, config)).seconds - rates_of("sm_90").launch_seconds
     )
     point = replace(
-        ibm.timed(data / "ibm-vllm-triton-backend")[0],
+        winners.ibm_times(data / "ibm-vllm-triton-backend")[0],
         problem=problem,
         config=config,
         seconds=programs + 1e-6,
