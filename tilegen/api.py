@@ -196,6 +196,7 @@ def tune(
     kernel: Kernel = ALL,
     seconds: float | None = None,
     trials: int | None = None,
+    confirm: bool = False,
 ) -> list[TuningRecord]:
     """Measure configs on the local GPU, or on the processor of a machine without a GPU; return the
     record of the best config of each kernel.
@@ -204,6 +205,9 @@ def tune(
     run together, `trials` of each kernel over all runs, or both. Without a budget all configs are
     tried, on a processor for CPU_SECONDS a kernel. By default all kernels of a problem are tuned,
     but no backward of a problem with one query. A `gpu` must be the local GPU.
+
+    With `confirm` nothing is searched: winners of other machines are timed in turns with the own
+    choices, without a budget, and the records of what this machine found are returned.
 
     With TILEGEN_LIBRARIES=1 PyTorch's own kernels are measured too, for each pass whose kernels are
     all tuned. Raises Unsupported without the device, and NoRecord if no config runs.
@@ -217,6 +221,10 @@ def tune(
     spec = tuned_device() if gpu is None else device_of(gpu)
     named = None if kernel == ALL else kernels_named(kernel, parsed, spec)
     jobs = jobs_of([parsed.normal()], spec, named)
+    if confirm:
+        from tilegen.tuning.confirming import confirm as confirmed
+
+        return [record for job in jobs if (record := confirmed(job.task))]
     if not isinstance(spec, GpuSpec) and seconds is None and trials is None:
         seconds = CPU_SECONDS * len(jobs)
     started = time.monotonic()

@@ -278,6 +278,7 @@ def test_a_measured_time_is_shown_beside_the_prediction_with_the_tile_of_the_rec
     (facts,) = explained.values
     assert facts["measured"]["median"] == {"value": pytest.approx(0.123456), "unit": "s measured"}
     assert facts["measured"]["tried"]["value"] == 7
+    assert facts["measured"]["surroundings"]["value"] == "in unknown surroundings"
     time = explained.text().splitlines()[2]
     assert time.endswith(" predicted on one thread; 123 ms measured")
     assert "123 ms predicted" not in explained.text("all")

@@ -92,6 +92,9 @@ def tune(
     replay: Annotated[
         Path | None, typer.Option(help="measure by these recordings instead of on a device")
     ] = None,
+    confirm: Annotated[
+        bool, typer.Option("--confirm", help="time winners of other machines beside the own choice")
+    ] = False,
     dry_run: DryRun = False,
     json_: Json = False,
 ) -> None:
@@ -106,6 +109,9 @@ def tune(
 
     if bool(problem) == bool(catalog):
         raise Unsupported("expected a problem or --catalog FILE, got both or neither")
+    others = [catalog, seconds, trials, shard, until, ray, gpu, replay, dry_run]
+    if confirm and any(others):
+        raise Unsupported("--confirm goes with a problem, --kernel and --json alone")
     part = Shard.parse(shard, os.environ) if shard else None
     end = campaign.until(until) if until else math.inf
     budget = campaign.Budget(trials=trials, seconds=seconds, until=end)
@@ -123,7 +129,9 @@ def tune(
             _plan(standings, cluster.devices, json_)
         return
     if problem and not (replay or part or until or dry_run):
-        records = api.tune(problems[0], kernel=kernel, seconds=seconds, trials=trials)
+        records = api.tune(
+            problems[0], kernel=kernel, seconds=seconds, trials=trials, confirm=confirm
+        )
         if json_:
             print_json([json.loads(record.to_json()) for record in records])
         return

@@ -217,6 +217,7 @@ def measured_facts(of: ExplainedKernel) -> Iterator[Fact]:
     if record.estimate:
         yield fact("predicted", record.estimate.seconds, "s when the record was made")
     yield fact("repeats", timing.repeats, f"launches ({record.policy})")
+    yield fact("surroundings", str(timing.surroundings))
     yield fact("tried", record.trials, "configs")
     yield fact("date", record.date)
     yield fact("file", of.measured.file)
