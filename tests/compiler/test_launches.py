@@ -163,11 +163,9 @@ def test_launches_inside_of_parallel_work() -> None:
     def work(_: int) -> None:
         results.append(_forward(300, 300)[0])
 
-    address = threads.parallel()
-    if address is None:
+    start = threads.parallel()
+    if start is None:
         pytest.skip("PyTorch has no OpenMP here")
-    kinds = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint32
-    start = ctypes.CFUNCTYPE(None, *kinds)(address)
     start(ctypes.cast(work, ctypes.c_void_p), None, 2, 0)
     assert len(results) == 2
     assert all(torch.equal(one, expected) for one in results)
@@ -204,23 +202,24 @@ from tilegen.cpu import function, threads
 
 way, daemon = sys.argv[1:]
 launches = []
-run = function.CpuFunction._run
+count = function.CpuFunction._threads
 
-def noted(*given):
-    launches.append(given)
-    run(*given)
+def noted(kernel, programs, arguments):
+    launches.append((kernel[(programs,)], arguments))
+    return count(kernel, programs, arguments)
 
-function.CpuFunction._run = noted
+function.CpuFunction._threads = noted
 if way == "pool":
     threads._openmp = lambda: None
 torch.set_num_threads(2)
 q, k, v = torch.randn(3, 1, 4, 300, 32).unbind()
 kept = tilegen.attention(q, k, v, return_lse=True)
-function.CpuFunction._run = run
+function.CpuFunction._threads = count
 
 def launch():
+    kernel, arguments = launches[0]
     while True:
-        run(*launches[0])
+        kernel(*arguments)
 
 def call():
     until = time.perf_counter() + 1.5

@@ -4,8 +4,9 @@ emitted files launch, and by addresses, as calls do."""
 from __future__ import annotations
 
 import os
-import threading
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -100,16 +101,46 @@ def test_a_forked_child_does_not_hang(
     assert in_a_child(lambda: bool((launch(*given)[0].numpy() == expected.numpy()).all()))
 
 
-def test_scratch_grows_and_belongs_to_a_python_thread() -> None:
-    first = threads.scratch(100)
-    assert first % 64 == 0
-    assert threads.scratch(50) == first
-    results: list[int] = []
-    other = threading.Thread(target=lambda: results.append(threads.scratch(100)))
-    other.start()
-    other.join()
-    assert results[0] != first
-    assert threads.scratch(1 << 20) % 64 == 0
+def test_memory_is_lent_to_a_single_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "free", [])
+    first = threads.lent(100)
+    assert first.address % 64 == 0
+    assert first.address == first.words.ctypes.data
+    second = threads.lent(100)
+    assert abs(second.address - first.address) >= 100
+    threads.free.append(first)
+    assert threads.lent(50) is first
+    assert not threads.free
+    threads.free.append(first)
+    larger = threads.lent(1 << 20)
+    assert larger.size == larger.words.nbytes == 1 << 20
+    assert larger.address % 64 == 0
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_launch_inside_of_a_launch_changes_no_result(launch: Launch, number: int) -> None:
+    """As a signal's handler may launch, another launch runs at every call of a function in a
+    launch, and after it."""
+    torch.set_num_threads(number)
+    given = _given()
+    others = *(tensor.flip(2) for tensor in given[:3]), given[3]
+    expected, of_others = launch(*given)[0], launch(*others)[0]
+    inner: list[torch.Tensor] = []
+
+    def again(_: FrameType, event: str, __: Any) -> None:
+        if event != "call":
+            sys.setprofile(None)
+            inner.append(launch(*others)[0])
+            sys.setprofile(again)
+
+    sys.setprofile(again)
+    try:
+        out = launch(*given)[0]
+    finally:
+        sys.setprofile(None)
+    assert torch.equal(out, expected)
+    assert len(inner) > 20
+    assert all(torch.equal(one, of_others) for one in inner)
 
 
 def test_a_callers_output_tensors_may_not_overlap() -> None:

@@ -78,13 +78,14 @@ def _private(path: Path, name: str, read: Callable[[Path], bytes | None]) -> byt
 def starting(binary: Binary, load: Callable[[], CpuFunction]) -> Start:
     """Return the function for `launch_by` of a binary, which is loaded at the first launch.
 
-    A kernel that writes only tensors that the launch allocates is launched without checks. The
-    memory of others may overlap, and threads may add to copies of it.
+    A kernel that adds to copies is launched with a look at every argument; else only tensors that
+    the launch does not allocate are looked at.
     """
     made = {f"{name}_ptr" for name in KERNELS[binary.kernel].allocated}
     facts = binary.on_cpu
     assert facts is not None
-    checked = bool(facts.added) or not {*facts.written} <= made
+    names = [name for name, _ in binary.arguments]
+    written = [names.index(name) for name in facts.written if name not in made]
 
     def too_large(grid: int, arguments: list[Any], device: torch.device) -> None:
         raise Unsupported(f"{binary.function}: a size or stride is too large: {arguments}")
@@ -98,7 +99,9 @@ def starting(binary: Binary, load: Callable[[], CpuFunction]) -> Start:
             except struct.error:
                 too_large(grid, arguments, device)
 
-        run = with_checks if checked else function.unchecked(arguments, too_large)
+        run = with_checks
+        if not facts.added:
+            run = function.by_address(arguments, too_large, written, with_checks)
         run(grid, arguments, device)
         return run
 

@@ -78,24 +78,27 @@ class EmittedFunction:
     def _start(self) -> Start:
         """The function for `launch_by`.
 
-        Nothing is checked if the kernel writes tensors alone that its launch allocates. A kernel
-        that writes tensors of the caller is launched with a check for overlaps, as are one that
-        adds to copies, one that takes descriptors and one that checks addresses.
+        A kernel that adds to copies, one that takes descriptors and one that checks addresses are
+        launched with a look at every argument. Else only tensors that the caller gives to write to
+        are looked at: those that the launch allocates are no others.
         """
         names, allocated = self.made.names, KERNELS[self._rendered.kernel].allocated
-        if (
-            self._mode
-            or self.made.private
-            or self._is_described
-            or not {names[i] for i in self.made.stored} <= {f"{name}_ptr" for name in allocated}
-        ):
-            return always(lambda grid, arguments, device: self._launch((grid,), *arguments))
+        made = {f"{name}_ptr" for name in allocated}
+        written = [i for i in self.made.stored if names[i] not in made]
+
+        def checked(grid: int, arguments: list[Any], device: torch.device) -> None:
+            self._launch((grid,), *arguments)
+
+        if self._mode or self.made.private or self._is_described:
+            return always(checked)
 
         def wide(grid: int, arguments: list[Any], device: torch.device) -> None:
-            self._compiled(arguments, wide=True).unchecked(arguments)(grid, arguments, device)
+            run = self._compiled(arguments, wide=True).by_address
+            run(arguments, None, written, checked)(grid, arguments, device)
 
         def start(grid: int, arguments: list[Any], device: torch.device) -> Run:
-            run = self._compiled(arguments, wide=False).unchecked(arguments, wide)
+            function = self._compiled(arguments, wide=False)
+            run = function.by_address(arguments, wide, written, checked)
             run(grid, arguments, device)
             return run
 

@@ -13,7 +13,7 @@ from tilegen.cpu.copies import Copies
 from tilegen.cpu.jit import Linked
 from tilegen.cpu.objects import CompiledObject
 from tilegen.cpu.reports import NOT_MOVED, CountedTraffic, bounds_words, finding
-from tilegen.cpu.threads import by_pool, parallel, scratch, usable_threads
+from tilegen.cpu.threads import Memory, by_pool, free, lent, parallel, usable_threads
 from tilegen.cpu.work import Work
 from tilegen.errors import Unsupported, WrongResult
 from tilegen.launch.launcher import Run, by_address
@@ -25,31 +25,20 @@ _CODES = {
     **{"ptr": "q", "i64": "q", "i32": "i4x", "i16": "h6x", "i8": "b7x", "i1": "b7x"},
     **{"float": "f4x", "double": "d"},
 }
-_LAUNCH = ctypes.CFUNCTYPE(
-    None,
-    ctypes.c_char_p,
-    *[ctypes.c_int32] * 4,
-    *[ctypes.c_void_p] * 2,
-    ctypes.c_int64,
-    ctypes.c_void_p,
-)
-
-
-_FITTING = """
-    start(grid, pack({values}), arguments)
-"""
-_UNCHECKED = """
-    try:
-        words = pack({values})
-    except error:
-        return wide(grid, arguments, device)
-    start(grid, words, arguments)
-"""
 _THREAD = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-_SHARED = struct.Struct("=8q").pack
-"""Packs the words that the threads of a launch share; see `jit.driver`."""
-_CHUNKS = struct.Struct("=2q").pack
-"""Packs the words after the arguments of a kernel that adds to copies."""
+_LINE = 64
+"""Bytes of a cache line, and of the words before the arguments; see `jit.driver`."""
+_BODY = """
+    threads = count(grid, arguments)
+    memory = lent(head + threads * stride)
+    words, address, _ = memory
+    try:
+        pack(words, 0, 0, address + line, address + head, stride, 0, grid, 1, 1, {values})
+    except error:
+        free.append(memory)
+        return wide(grid, arguments, device)
+    start(memory, threads)
+"""
 _TYPES = {
     **{torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"},
     **{torch.float64: "fp64", torch.int64: "i64", torch.int32: "i32", torch.int16: "i16"},
@@ -60,10 +49,8 @@ _TYPES = {
 class LoadedCode(Protocol):
     """Machine code in this process, linked by LLVM or opened as a shared object."""
 
-    launch: int
-    """Address of the function that runs a grid; see `jit.driver`."""
     work: int
-    """Address of the function that each thread of a grid runs."""
+    """Address of the function that each thread of a grid runs; see `jit.driver`."""
 
 
 class CpuFunction:
@@ -85,9 +72,12 @@ class CpuFunction:
         self._mode = mode
         self._work = work
         self._linked: LoadedCode = code or Linked(made.binary)
-        self._launch = _LAUNCH(self._linked.launch)
         self._thread = _THREAD(self._linked.work)
-        self._pack = struct.Struct("=" + "".join(_CODES[type_] for type_ in made.arguments)).pack
+        # The number of chunks and their table follow, if the kernel adds to copies.
+        codes = [_CODES[type_] for type_ in made.arguments] + ["2q"] * bool(made.private)
+        packed = struct.Struct("=8q" + "".join(codes))
+        self._pack = packed.pack_into
+        self._head = -(-packed.size // _LINE) * _LINE
         # Whole pages for each thread, plus 64 bytes so that threads use different cache sets.
         self._stride = (made.scratch_bytes + 4095) // 4096 * 4096 + 64
 
@@ -109,34 +99,43 @@ class CpuFunction:
 
         return launch
 
-    def unchecked(self, arguments: list[Any], wide: Run | None = None) -> Run:
-        """Return the `run` of a launch for arguments like these. It checks nothing, as for a kernel
-        whose results overlap no other argument. An integer that does not fit the declared 32 bits
-        is passed on to `wide`, or else raises struct.error."""
-        names = dict(start=self._start_packed, pack=self._pack, error=struct.error, wide=wide)
-        return by_address(arguments, _UNCHECKED if wide else _FITTING, **names)
+    def by_address(
+        self,
+        arguments: list[Any],
+        wide: Run | None = None,
+        written: Sequence[int] = (),
+        checked: Run | None = None,
+    ) -> Run:
+        """Return the `run` of a launch for arguments like these.
 
-    def _start_packed(self, grid: int, words: bytes, arguments: list[Any]) -> None:
-        if grid:
-            self._run((grid, 1, 1), words, self._threads(grid, arguments), None)
+        An integer that does not fit the declared 32 bits is passed on to `wide`, or else raises
+        struct.error. `checked` runs if a tensor at a place in `written` may share memory with
+        another; no other argument is checked."""
+        names = dict(count=self._threads, lent=lent, pack=self._pack, start=self._run, wide=wide)
+        names |= dict(head=self._head, line=_LINE, stride=self._stride, free=free)
+        names |= dict(error=struct.error if wide else (), checked=checked)
+        return by_address(arguments, _BODY, written, **names)
 
-    def _start(self, grid: tuple[int, int, int], values: list[Any], extra: int | None) -> None:
-        gx, gy, gz = grid
-        words, threads = self._pack(*values), self._threads(gx * gy * gz, values)
-        self._run(grid, words, threads, extra)
-
-    def _run(
-        self, grid: tuple[int, int, int], words: bytes, threads: int, extra: int | None
+    def _start(
+        self, grid: tuple[int, int, int], values: list[Any], extra: int | None, threads: int = 0
     ) -> None:
-        stride, start = self._stride, None
-        own = scratch(threads * stride)
-        if threads > 1 and (start := parallel()) is None:
-            given = ctypes.create_string_buffer(words)
-            fields = 0, ctypes.addressof(given), own, stride, extra or 0, *grid
-            shared = ctypes.create_string_buffer(_SHARED(*fields))
-            by_pool(self._thread, ctypes.addressof(shared), threads)
-            return
-        self._launch(words, *grid, threads, start, own, stride, extra)
+        gx, gy, gz = grid
+        threads = threads or self._threads(gx * gy * gz, values)
+        memory = lent(self._head + threads * self._stride)
+        words, address, _ = memory
+        shared = address + _LINE, address + self._head, self._stride, extra or 0
+        self._pack(words, 0, 0, *shared, *grid, *values)
+        self._run(memory, threads)
+
+    def _run(self, memory: Memory, threads: int) -> None:
+        """Run a grid on its threads, and give its memory back."""
+        if threads <= 1:
+            self._thread(memory[1])
+        elif start := parallel():
+            start(self._linked.work, memory[1], threads, 0)
+        else:
+            by_pool(self._thread, memory[1], threads)
+        free.append(memory)
 
     def _start_in_chunks(
         self, grid: tuple[int, int, int], values: list[Any], owners: list[torch.Tensor | None]
@@ -148,9 +147,9 @@ class CpuFunction:
         extras = self._extras(copies, owners) if self._mode else []
         for i, extra in enumerate(extras):
             copies.table[i, 0] = extra.data_ptr()
-        words = self._pack(*values) + _CHUNKS(copies.chunks, copies.table.ctypes.data)
         threads = min(self._threads(gx * gy * gz, values), copies.chunks)
-        self._run(grid, words, threads, None)  # `extra` is in the table
+        values += copies.chunks, copies.table.ctypes.data
+        self._start(grid, values, None, threads)  # `extra` is in the table
         copies.add()
         for i, extra in enumerate(extras if self._mode == "bounds" else extras[:1]):
             moved = dict(zip(private, copies.addresses(i), strict=True))

@@ -99,17 +99,14 @@ class Linked:
         _initialise()
         name = f"tilegen{next(_number)}"
         builder = llvm.JITLibraryBuilder().add_object_img(binary).add_current_process()
-        builder.export_symbol("launch")
         builder.export_symbol("work")
         with _lock:
             try:
                 self._library = builder.link(_linker(), name)
             except RuntimeError as error:
                 raise BuildFailed(f"cannot link a compiled kernel: {error}") from error
-            self.launch: int = self._library["launch"]
-            """Address of the function that runs a grid; see `driver`."""
             self.work: int = self._library["work"]
-            """Address of the function that each thread of a grid runs."""
+            """Address of the function that each thread of a grid runs; see `driver`."""
 
 
 @cache

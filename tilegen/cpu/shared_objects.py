@@ -22,8 +22,6 @@ from tilegen.emit.identity import RenderedKernel
 from tilegen.errors import BuildFailed, Unsupported
 
 ELF = b"\x7fELF"
-LAUNCH = "_launch"
-"""What the name of the function that launches a grid ends with; see `jit.driver`."""
 _LLVM_TYPES = {"i32": "i32", "fp32": "float"}
 """LLVM types of arguments, by Triton's; all others are pointers."""
 _MACHINES = {"x86_64-linux-gnu": ("x86_64", "AMD64"), "aarch64-linux-gnu": ("aarch64", "arm64")}
@@ -96,16 +94,9 @@ class SharedObject:
         """Open a file, which the caller has checked. Raises Unsupported."""
         try:
             self._library = ctypes.CDLL(str(path))
-            self.launch = _address(self._library, function + LAUNCH)
-            self.work = _address(self._library, function)
+            self.work = ctypes.cast(getattr(self._library, function), ctypes.c_void_p).value or 0
         except (OSError, AttributeError) as error:
             raise Unsupported(f"{path} cannot be opened: {' '.join(str(error).split())}") from None
-
-
-def _address(library: ctypes.CDLL, name: str) -> int:
-    address = ctypes.cast(getattr(library, name), ctypes.c_void_p).value
-    assert address is not None
-    return address
 
 
 def as_compiled(

@@ -15,13 +15,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 _LINE = 64
-"""Alignment of scratch memory [bytes]."""
+"""Alignment of a launch's memory [bytes]."""
 _forked = False
 """True in a forked child, which has not inherited the OpenMP threads of its parent."""
 
@@ -39,11 +39,14 @@ def usable_threads(programs: int) -> int:
     return 1 if _forked else min(torch.get_num_threads(), programs)
 
 
+_PARALLEL = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 2, *[ctypes.c_uint32] * 2)
+
+
 @cache
-def parallel() -> int | None:
-    """Return the address of `parallel(function, data, threads, flags)`, which calls the function on
+def parallel() -> Any:
+    """Return `parallel(function, data, threads, flags)`, which calls the function at an address on
     several threads and waits for them; None if PyTorch has no such function."""
-    return ctypes.cast(_openmp(), ctypes.c_void_p).value if _openmp() else None
+    return ctypes.cast(_openmp(), _PARALLEL) if _openmp() else None
 
 
 def _openmp() -> Any:
@@ -81,21 +84,29 @@ def by_pool(work: Callable[[int], None], data: int, threads: int) -> None:
         done.acquire()
 
 
-class _Scratch(threading.local):
-    """Scratch memory for the launches of one Python thread, kept between launches."""
+class Memory(NamedTuple):
+    """Memory of a launch: the words that its threads share, then their scratch memory."""
 
-    size = 0
-    address = 0
-    memory: Any = None
-
-
-_scratch = _Scratch()
+    words: Any
+    """The memory as a buffer, for `struct`."""
+    address: int
+    size: int
 
 
-def scratch(size: int) -> int:
-    """Return the address of at least `size` bytes that no other Python thread uses."""
-    if size > _scratch.size:
-        memory = np.empty(size + _LINE, np.uint8)
-        _scratch.memory, _scratch.size = memory, size
-        _scratch.address = (memory.ctypes.data + _LINE - 1) // _LINE * _LINE
-    return _scratch.address
+free: list[Memory] = []
+"""Memory that no launch uses. A list, since a signal's handler may launch inside of a launch."""
+
+
+def lent(size: int) -> Memory:
+    """Lend memory of at least `size` bytes to a launch, which appends it to `free` at its end."""
+    try:
+        memory = free.pop()
+    except IndexError:
+        return _new(size)
+    return memory if memory[2] >= size else _new(size)
+
+
+def _new(size: int) -> Memory:
+    memory = np.empty(size + _LINE, np.uint8)
+    start = -memory.ctypes.data % _LINE
+    return Memory(memory[start : start + size], memory.ctypes.data + start, size)

@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from tilegen.kernels.allocation import allocator
 from tilegen.kernels.config import SPLITS
-from tilegen.kernels.layout import empty_like
+from tilegen.kernels.layout import strides_like
 from tilegen.kernels.moved import read, write
 from tilegen.kernels.panels import Launch
 from tilegen.kernels.partial_gradients import BWD_DQ_SUM, HAS_DQ, PARTIAL_DQ, TILES
@@ -72,7 +73,8 @@ def run(
     dq = None
     dk, dv, *parts = launch[BWD_ONE_PASS.name](q, k, v, dout, lse, delta, scale)
     if wants_dq:
-        dq = empty_like(q, q.shape[3])
+        empty = allocator(is_cuda=q.is_cuda)
+        dq = empty((*q.shape,), strides_like(q, q.shape[3]), q.dtype)
         launch[BWD_DQ_SUM.name](*parts, dq, scale)
     return (dq, dk, dv) if wants_dkdv else (dq, None, None)
 

@@ -44,8 +44,9 @@ def one_launch(kernel: KernelSpec) -> Callable[..., Any]:
         *,
         panel_rows: int,
         pairs: bool = False,
+        laid: Any = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return launch[kernel.name](q, k, v, scale)
+        return launch[kernel.name](q, k, v, scale, laid=laid)
 
     return run
 

@@ -321,7 +321,8 @@ class FamilySpec:
     kernels: tuple[KernelSpec, ...]
     run: Callable[..., Any]
     """Launches the kernels. Forward: `run(launch, q, k, v, scale, panel_rows=, pairs=)` returns
-    (out, lse), with `pairs` (batch, heads, 2, seqlen_q) for lse: see `Tensor.paired`.
+    (out, lse), with `pairs` (batch, heads, 2, seqlen_q) for lse: see `Tensor.paired`. If it takes
+    `laid`, the shapes and then the strides of q, k and v, it is given them where they are known.
     Backward: `run(launch, q, k, v, dout, lse, delta, scale, panel_rows=, wants_dq=, wants_dkdv=)`
     returns (dq, dk, dv), None for gradients that are not wanted."""
 

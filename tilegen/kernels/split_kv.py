@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tilegen.kernels.allocation import allocator
 from tilegen.kernels.arguments import SCALE_IN_BASE_2, numbers, sizes
@@ -147,9 +147,10 @@ def run(
     *,
     panel_rows: int,
     pairs: bool = False,
+    laid: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute (out, lse)."""
-    return _combined(launch, launch[FWD_SPLIT.name](q, k, v, scale), q, v)
+    return _combined(launch, launch[FWD_SPLIT.name](q, k, v, scale, laid=laid), q, v)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -35,8 +35,10 @@ def run(
     v: torch.Tensor,
     scale: float,
     changes: Changes,
+    laid: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute (out, lse), differentiable if any input needs a gradient."""
+    """Compute (out, lse), differentiable if any input needs a gradient. See `Kernels.forward` for
+    `laid`."""
     read: tuple[torch.Tensor | None, ...] = ()  # tensors of the score
     if changes.score is not None:
         changes = changes.on(q.device)
@@ -48,8 +50,8 @@ def run(
         or v.requires_grad
         or (read and any(x is not None and x.requires_grad for x in read))
     ):
-        return _Attention.apply(q, k, v, (scale, changes, kernels), *read)  # type: ignore
-    return kernels.forward(q, k, v, scale, changes)
+        return _Attention.apply(q, k, v, (scale, changes, kernels, laid), *read)  # type: ignore
+    return kernels.forward(q, k, v, scale, changes, None, laid)
 
 
 class _Attention(Function):
@@ -62,11 +64,11 @@ class _Attention(Function):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        call: tuple[float, Changes, Kernels],
+        call: tuple[float, Changes, Kernels, Any],
         *_: torch.Tensor | None,  # sinks and captured tensors: autograd must see them as inputs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        scale, changes, kernels = ctx.call = call  # one argument: autograd inspects each
-        out, lse = kernels.forward(q, k, v, scale, changes)
+        scale, changes, kernels, laid = ctx.call = call  # one argument: autograd inspects each
+        out, lse = kernels.forward(q, k, v, scale, changes, None, laid)
         read: list[torch.Tensor] = []
         if changes.given.tables or changes.kv_lengths is not None or changes.score is not None:
             # Saved for autograd to raise if they are changed in place before the backward.
@@ -113,7 +115,7 @@ class _Gradients(Function):
 def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
     """Compute the gradients of `_Attention.backward`."""
     refuse_tangents(dout, dlse)
-    scale, changes, kernels = cast("tuple[float, Changes, Kernels]", ctx.call)
+    scale, changes, kernels, _ = cast("tuple[float, Changes, Kernels, Any]", ctx.call)
     needs, saved = ctx.needs_input_grad, ctx.saved_tensors[:5]
     wanted = Wanted(needs[0], needs[1] or needs[2])
     if changes.score is not None:

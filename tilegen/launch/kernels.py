@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
@@ -52,6 +53,11 @@ class Pass:
     """True if lengths, tables and starts are made int32 and contiguous before kernels read them."""
     library: Library | None = None
     """A library that computes the pass for every call whose result it can give."""
+
+    @cached_property
+    def takes_laid(self) -> bool:
+        """Whether `run` takes the shapes and strides of q, k and v."""
+        return "laid" in inspect.signature(self.run).parameters
 
     @cached_property
     def padded(self) -> tuple[tuple[Kernel, Launch, bool], ...]:
@@ -122,13 +128,15 @@ class Kernels:
         scale: float,
         changes: Changes,
         requests: Requests | None = None,
+        laid: Any = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute (out, lse), for `requests` over pages. With a score lse is in pairs, as the
-        backward takes it: see `public_lse`."""
+        backward takes it: see `public_lse`. `laid` are the shapes of q, k and v, then their
+        strides, if the caller knows them."""
         # Triton launches on the current device.
         if self._on_gpu and self.device.index != torch.cuda.current_device():
             with torch.cuda.device(self.device):
-                return self.forward(q, k, v, scale, changes, requests)
+                return self.forward(q, k, v, scale, changes, requests, laid)
         pass_ = self._passes.get("forward") or self.load("forward")
         if pass_.library and (result := pass_.library.forward(q, k, v, scale)) is not None:
             return result
@@ -145,6 +153,8 @@ class Kernels:
                 reads |= score_tensors(score.captured, score.sink_logits)
             launches = self._completed(pass_, changes, reads, q, k, requests)
         rows = pass_.panel_rows
+        if laid is not None and pass_.takes_laid:
+            return pass_.run(launches, q, k, v, scale, panel_rows=rows, laid=laid)
         if requests is None:
             return pass_.run(launches, q, k, v, scale, panel_rows=rows)
         if pass_.converts_integers:

@@ -69,17 +69,26 @@ def always(run: Run) -> Start:
     return start
 
 
-def by_address(arguments: Sequence[Any], body: str, **names: Any) -> Run:
+def by_address(
+    arguments: Sequence[Any], body: str, written: Sequence[int] = (), /, **names: Any
+) -> Run:
     """Compile a `run` for arguments like these: addresses in place of tensors, `x0`, `x1` and so
-    on, are `{values}` in its body, which reads `names` besides. Loops would take twice as long."""
+    on, are `{values}` in its body, which reads `names` besides. Loops would take twice as long.
+
+    If a tensor at a place in `written` may share memory with another, `checked` runs instead.
+    """
     values = [f"x{i}" for i in range(len(arguments))]
     pairs = zip(values, arguments, strict=True)
     tensors = [name for name, x in pairs if isinstance(x, torch.Tensor)]
+    met = [(values[i], x) for i in written for x in tensors if x != values[i]]
+    sizes = "".join(f"n{x} = {x}.untyped_storage().nbytes(); " for x in tensors if met)
+    meets = " or ".join(f"{a} < {b} + n{b} and {b} < {a} + n{a}" for a, b in met)
     addresses = "".join(f"{name} = {name}.data_ptr(); " for name in tensors)
     text = f"""
 def run(grid, arguments, device):
     {", ".join(values)}, = arguments
-    {addresses}
+    {sizes}{addresses}
+    if {meets or False}: return checked(grid, arguments, device)
     {body.strip().replace("{values}", ", ".join(values))}
 """
     exec(_compiled(text, "run"), names)

@@ -57,12 +57,12 @@ _traces = Traces(scores.traced)
 
 
 def facts_of(q: Any, k: Any, v: Any, changes: Changes) -> tuple[Any, ...]:
-    """Return everything that the plan of a call depends on. Raises InvalidProblem if q, k or v is
-    not a dense tensor, or the mask is not a mask."""
+    """Return everything that the plan of a call depends on, first the shapes and the strides.
+    Raises InvalidProblem if q, k or v is not a dense tensor, or the mask is not a mask."""
     kind, form = changes.kind, None if changes.score is None else form_of(changes)
     lengths = changes.kv_lengths
     try:
-        shapes, strides = (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride())
+        laid = q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()
         dtypes, devices = (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device)
         k_at, v_at = k.data_ptr(), v.data_ptr()
         offset = (q.data_ptr() | k_at | v_at) % VECTOR_BYTES
@@ -83,14 +83,14 @@ def facts_of(q: Any, k: Any, v: Any, changes: Changes) -> tuple[Any, ...]:
     # As `current` does, whose call would take twice as long.
     settings = environment.chosen() or environment.of_process or current()
     options = kind, form, cast, changes.dropout is None, padding, pages, settings
-    return shapes, strides, dtypes, devices, offset, k_at == v_at, options
+    return laid, dtypes, devices, offset, k_at == v_at, options
 
 
 def call_key(facts: tuple[Any, ...]) -> Any:
     """Return the plan-cache key of a call from its facts. Lengths enter as power-of-two buckets.
     Strides and addresses enter only as far as kernels depend on them."""
-    shapes, strides, dtypes, devices, offset, is_shared, options = facts
-    q_shape, k_shape, v_shape = shapes
+    laid, dtypes, devices, offset, is_shared, options = facts
+    q_shape, k_shape, v_shape, *strides = laid
     if not len(q_shape) == len(k_shape) == len(v_shape) == 4:
         return facts  # not a usual call: never shares a plan
     batch, heads, rows, width = q_shape
@@ -113,7 +113,7 @@ def call_key(facts: tuple[Any, ...]) -> Any:
         return facts
     unit = (qb | qh | qm | kb | kh | kn | vb | vh | vn) % VECTOR_BYTES
     if unit:  # ignore strides of dimensions of size 1: they are arbitrary
-        sizes = (size for shape in shapes for size in shape[:3])
+        sizes = (size for shape in laid[:3] for size in shape[:3])
         pairs = zip(sizes, (qb, qh, qm, kb, kh, kn, vb, vh, vn), strict=True)
         unit = reduce(or_, (0 if n == 1 else stride for n, stride in pairs)) % VECTOR_BYTES
     expanded = not (qb and qh and qm and kb and kh and kn and vb and vh and vn)

@@ -66,7 +66,10 @@ def planned(
         check_fit(changes.given, changes.score, plan.shape or Shape.of(q, k))
     if changes.kv_lengths is not None and not plan.rewrites:
         check_columns(changes.kv_lengths, k.shape[2])
-    result = plan.run(q, k, v, factor, changes)
+    if plan.laid is None or plan.kernels is None:
+        result = plan.run(q, k, v, factor, changes)
+    else:
+        result = autograd.run(plan.kernels, q, k, v, factor, changes, plan.laid)
     if changes.score is None or plan.rewrites or plan.shape is not None:
         return result
     return reaching(*result, [table.tensor for table in changes.score.unused])
@@ -89,6 +92,8 @@ def plan_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Changes)
     plan = known or plans.by_call.get(key, partial(_new_plan, q, k, v, changes, form))
     if form is not None:
         plan = replace(plan, run=partial(run_pages, plan.kernels, form), shape=form.shape)
+    elif plan.kernels is not None:
+        plan = replace(plan, laid=facts[0])
     plans.by_call.note(facts, key, plan)
     return plan
 
@@ -110,6 +115,9 @@ class Plan:
     """True if each call must check that the mask and the score fit its sizes."""
     shape: Shape | None = None
     """The sizes of a call over pages."""
+    laid: Any = None
+    """The shapes of q, k and v, then their strides, if `run` launches kernels on these tensors. So
+    a launch does not ask for them again."""
 
 
 def _laid_out(
