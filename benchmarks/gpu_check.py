@@ -129,7 +129,7 @@ def parts(out: Path) -> list[Part]:
             Part(
                 name=name,
                 command=lambda s, name=name: module(
-                    name, minutes(s), f"--out={out / 'whole' / name}.csv"
+                    "whole", name, minutes(s), f"--out={out / 'whole' / name}.csv"
                 ),
                 share=LEFT_OVER,
             )

@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.parts import Outcome
 from benchmarks.rows import markdown, read
-from benchmarks.whole_summary import lines_of
+from benchmarks.whole.summary import lines_of
 
 
 def summarise(out: Path, outcomes: Sequence[Outcome]) -> str:

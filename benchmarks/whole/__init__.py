@@ -1,1 +1,1 @@
-"""Whole runs of models: training, generation, memory and block-sparse time, beside PyTorch's."""
+"""Whole runs of models of transformers: `python -m benchmarks.whole train|generate|summary`."""

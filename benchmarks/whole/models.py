@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
-import typer
 
 Family = Literal["gpt2", "bert", "llama", "classifier"]
 Feature = Literal["documents", "window", "dropout", "checkpointing", "compile"]
@@ -19,7 +17,7 @@ MASKED = 0.15
 """Share of tokens that a masked language model predicts."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Model:
     """A model's shape."""
 
@@ -140,49 +138,22 @@ class Model:
         return {name: tensor.to(device) for name, tensor in given.items()}
 
 
-def require_transformers() -> None:
-    """End with one line if there is no transformers."""
-    if find_spec("transformers") is None:
-        print("models need transformers; install it with: pip install 'tilegen[integrations]'")
-        raise typer.Exit(1)
-
-
 def _refuse(features: frozenset[Feature], feature: str, reason: str) -> None:
     if feature in features:
         raise ValueError(reason)
 
 
 MODELS = {
-    "gpt2": Model(
-        family="gpt2", layers=12, width=768, heads=12, heads_kv=12, inner=3072, vocabulary=50257
-    ),
-    "gpt2-tiny": Model(
-        family="gpt2", layers=2, width=64, heads=4, heads_kv=4, inner=128, vocabulary=256
-    ),
-    "bert": Model(
-        family="bert", layers=12, width=768, heads=12, heads_kv=12, inner=3072, vocabulary=30522
-    ),
-    "bert-large": Model(
-        family="bert", layers=24, width=1024, heads=16, heads_kv=16, inner=4096, vocabulary=30522
-    ),
-    "bert-tiny": Model(
-        family="bert", layers=2, width=64, heads=4, heads_kv=4, inner=128, vocabulary=256
-    ),
-    "llama": Model(
-        family="llama", layers=8, width=768, heads=12, heads_kv=4, inner=2048, vocabulary=8192
-    ),
-    "llama-tiny": Model(
-        family="llama", layers=2, width=64, heads=4, heads_kv=2, inner=128, vocabulary=256
-    ),
-    "classifier": Model(
-        family="classifier", layers=4, width=256, heads=4, heads_kv=4, inner=1024, vocabulary=256
-    ),
-    "classifier-tiny": Model(
-        family="classifier", layers=2, width=64, heads=4, heads_kv=4, inner=128, vocabulary=256
-    ),
-    "path-x": Model(
-        family="classifier", layers=4, width=128, heads=4, heads_kv=4, inner=256, vocabulary=256
-    ),
+    "gpt2": Model("gpt2", 12, 768, 12, 12, 3072, 50257),
+    "gpt2-tiny": Model("gpt2", 2, 64, 4, 4, 128, 256),
+    "bert": Model("bert", 12, 768, 12, 12, 3072, 30522),
+    "bert-large": Model("bert", 24, 1024, 16, 16, 4096, 30522),
+    "bert-tiny": Model("bert", 2, 64, 4, 4, 128, 256),
+    "llama": Model("llama", 8, 768, 12, 4, 2048, 8192),
+    "llama-tiny": Model("llama", 2, 64, 4, 2, 128, 256),
+    "classifier": Model("classifier", 4, 256, 4, 4, 1024, 256),
+    "classifier-tiny": Model("classifier", 2, 64, 4, 4, 128, 256),
+    "path-x": Model("classifier", 4, 128, 4, 4, 256, 256),
 }
 """Shapes by name: GPT-2 small with 124 million parameters, BERT base and large, a decoder shaped as
 Llama with three queries to a key, encoders that classify long sequences, and small ones of each

@@ -12,9 +12,9 @@ import pytest
 
 pytest.importorskip("transformers", reason="needs the package transformers")
 
-from benchmarks import train
 from benchmarks.environment import ROOT
 from benchmarks.rows import read
+from benchmarks.whole import train
 from benchmarks.whole.models import MODELS
 from tilegen.comparing.children import DoesNotFit, Failed, Worker
 
@@ -84,14 +84,13 @@ def test_a_worker_ends_with_its_parent_whatever_it_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_rows_of_a_case_and_a_run_that_goes_on(tmp_path: Path) -> None:
+def test_rows_of_a_case_and_a_run_that_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "train.csv"
-    attentions = ["tilegen", "eager", "flex_attention"]
+    monkeypatch.setattr(train, "ATTENTIONS", ("tilegen", "eager", "flex_attention"))
     for _ in range(2):  # the second run has nothing left to measure
-        train.main(
-            out=out, case=[CASE], attention=attentions, tiny=False, minutes=5.0, threads=1,
-            gib=4.0, draw=False,
-        )  # fmt: skip
+        train.main(out=out, case=[CASE], minutes=5.0, threads=1, gib=4.0)
     rows = {row["attention"]: row for row in read(out)}
     assert len(read(out)) == len(rows) == 3
     assert rows["flex_attention"]["status"] == "unsupported"

@@ -14,10 +14,9 @@ pytest.importorskip("transformers", reason=REASON)
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
-from benchmarks import generate  # noqa: E402
 from benchmarks.rows import read  # noqa: E402
-from benchmarks.whole import paged  # noqa: E402
-from benchmarks.whole.generation import Case, Generating  # noqa: E402
+from benchmarks.whole import generate, paged  # noqa: E402
+from benchmarks.whole.generate import Case, Generating  # noqa: E402
 
 
 def _sharp(case: Case, attention: str) -> Generating:
@@ -38,7 +37,7 @@ SMALL = Case(model="llama-tiny", way="greedy", prompt=40, new=10, dtype="fp32")
 def test_tokens_are_those_of_eager_attention(
     way: generate.Way, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("benchmarks.whole.generation.CHUNK", 16)  # prompts of several chunks
+    monkeypatch.setattr("benchmarks.whole.generate.CHUNK", 16)  # prompts of several chunks
     case = replace(SMALL, way=way)
     expected, ours = (_sharp(case, one).run() for one in ("eager", "tilegen"))
     assert ours.tokens == expected.tokens

@@ -13,8 +13,8 @@ REASON = "needs the package transformers (pip install 'tilegen[integrations]')"
 pytest.importorskip("transformers", reason=REASON)
 
 import tilegen  # noqa: E402
-from benchmarks.whole.losses import MOST_OF_SDPA, compare  # noqa: E402
 from benchmarks.whole.models import Feature  # noqa: E402
+from benchmarks.whole.train import MOST_OF_SDPA, compare  # noqa: E402
 from benchmarks.whole.training import Case, Training  # noqa: E402
 
 SMALL = Case(model="gpt2-tiny", batch=2, seqlen=70, dtype="fp32")

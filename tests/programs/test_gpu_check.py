@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import runpy
 import signal
@@ -35,14 +36,15 @@ def test_gpu_check_parts_are_commands_that_exist(
     """Asked for their help in this process: one of their own would import all of PyTorch again."""
     for part in gpu_check.parts(tmp_path):
         command = part.command(60.0)
-        module = command[command.index("-m") + 1]
+        module, *arguments = command[command.index("-m") + 1 :]
+        named = list(itertools.takewhile(lambda text: not text.startswith("-"), arguments))
         if module == "pytest":  # which cannot run inside itself
             result = subprocess.run(
                 [sys.executable, "-m", module, "--help"], capture_output=True, text=True, check=True
             )
             said = result.stdout
         else:
-            monkeypatch.setattr(sys, "argv", [module, "--help"])
+            monkeypatch.setattr(sys, "argv", [module, *named, "--help"])
             with pytest.raises(SystemExit) as ended:
                 runpy.run_module(module, run_name="__main__", alter_sys=True)
             assert not ended.value.code, module
