@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tests.records import H200, record
 from tilegen.problem import AttentionProblem
-from tilegen.store import Location, look_up, reach, remote, save
+from tilegen.store import Location, look_up, remote, save
 from tilegen.store.transfer import put_trials
 from tilegen.store.trials import Conditions, Trial, trial_line, trials_path
 from tilegen.task import KernelTask
@@ -102,7 +102,7 @@ def main(url: str, folder: Path, steps: int, processes: int) -> None:
         import s3fs  # noqa: F401 (before the forks, so that it is done once)
     # Every read goes to the store, and all processes on two cores may wait for one server.
     remote.FRESH_SECONDS = 0.0
-    reach.ANSWER_SECONDS = remote.WRITE_SECONDS = 300.0
+    remote.ANSWER_SECONDS = remote.WRITE_SECONDS = 300.0
     where = Location(url, "shared" if "://" in url else "own")
     victims = set(random.Random(SEED).sample(range(processes), processes // 3))
     logs = [folder / f"{process}.log" for process in range(processes)]

@@ -17,8 +17,8 @@ from tilegen.emit.identity import RenderedKernel
 from tilegen.emit.render import render
 from tilegen.kernels.config import TileConfig
 from tilegen.problem import AttentionProblem
+from tilegen.store.listing import prune
 from tilegen.store.places import Location
-from tilegen.store.upkeep import prune
 
 
 @pytest.fixture(autouse=True)

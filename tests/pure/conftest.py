@@ -11,7 +11,7 @@ from tests.libraries import BACKWARD, FORWARD, PROBLEM, SPEC
 from tests.records import place, record
 from tilegen.disk import say_once
 from tilegen.kernels.config import TileConfig
-from tilegen.store import current_versions, reach
+from tilegen.store import current_versions, remote
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def first_contact(
 ) -> None:
     """An own directory without copies; nothing is down, and everything is said again."""
     monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path / "mine"))
-    monkeypatch.setattr(reach, "_down", {})
+    monkeypatch.setattr(remote, "_down", {})
     say_once.cache_clear()
     caplog.set_level(logging.INFO, logger="tilegen")
 

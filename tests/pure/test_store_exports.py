@@ -12,8 +12,8 @@ from tests.pure.test_store_transfer import CONFIGS, files, log_of, trial, tuned_
 from tests.records import PROBLEM, RECORD, UNMEASURED, own, place, record
 from tilegen.errors import Unsupported
 from tilegen.store import list_records, save, transfer
+from tilegen.store.listing import check
 from tilegen.store.transfer import export, import_, merge, promote
-from tilegen.store.upkeep import check
 
 
 def test_unmeasured_records_are_not_moved(tmp_path: Path) -> None:

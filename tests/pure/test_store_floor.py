@@ -19,10 +19,10 @@ from tilegen.errors import InvalidRecord
 from tilegen.gpus.spec import gpu
 from tilegen.problem import AttentionProblem
 from tilegen.store import TuningRecord, look_up, save
-from tilegen.store.floor import ALLOWED, why_not_credible
+from tilegen.store.election import ALLOWED, why_not_credible
+from tilegen.store.listing import check
 from tilegen.store.transfer import merge
 from tilegen.store.trials import Conditions, Trial, trial_line
-from tilegen.store.upkeep import check
 from tilegen.task import KernelTask
 from tilegen.tuning.trials import TrialLog
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.records import PROBLEM, RECORD, TASK, record
 from tests.servers import pieces, raw_server
-from tilegen.store import Location, TuningRecord, look_up, places, reach, remote
+from tilegen.store import Location, TuningRecord, look_up, places, remote
 from tilegen.store.election import join
 from tilegen.store.trials import Conditions, Trial, trial_line
 
@@ -40,7 +40,7 @@ def found_at(address: str) -> TuningRecord | None:
 
 
 def copies_of(address: str) -> list[Path]:
-    return [file for file in reach.copies(address).rglob("*.json*") if file.is_file()]
+    return [file for file in remote.copies(address).rglob("*.json*") if file.is_file()]
 
 
 @pytest.mark.parametrize("size", [1460, 14_600])
@@ -110,7 +110,7 @@ def test_a_body_without_measure_is_refused_at_the_limit(
 def test_a_trickle_costs_one_warning_and_no_thread(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reach, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(remote, "ANSWER_SECONDS", 0.2)
     monkeypatch.setattr(remote, "WRITE_SECONDS", 0.3)
     before = set(threading.enumerate())
     with raw_server(lambda: itertools.repeat(b" ")) as address:

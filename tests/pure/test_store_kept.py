@@ -14,9 +14,9 @@ from tilegen.kernels.config import TileConfig
 from tilegen.problem import AttentionProblem
 from tilegen.store import Location, list_records, look_up
 from tilegen.store.library_record import library_record
+from tilegen.store.listing import check
 from tilegen.store.transfer import import_, merge
 from tilegen.store.trials import Conditions, join_trials
-from tilegen.store.upkeep import check
 from tilegen.task import KernelTask
 from tilegen.tuning.trials import TrialLog
 

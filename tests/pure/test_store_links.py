@@ -14,9 +14,9 @@ from tilegen.cli import main
 from tilegen.disk import printable
 from tilegen.errors import Unsupported
 from tilegen.store import Location, look_up, save
+from tilegen.store.listing import prune
 from tilegen.store.transfer import merge
 from tilegen.store.trials import Conditions, Trial
-from tilegen.store.upkeep import prune
 from tilegen.tuning.trials import TrialLog
 
 CONDITIONS = Conditions(

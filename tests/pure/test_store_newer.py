@@ -14,9 +14,9 @@ from tests.records import PROBLEM, RECORD, TASK, own, place, record
 from tilegen.disk import say_once
 from tilegen.errors import InvalidRecord, Unsupported
 from tilegen.store import TuningRecord, look_up, save
+from tilegen.store.listing import check
 from tilegen.store.transfer import export, import_, merge, put_trials
 from tilegen.store.trials import Conditions, Trial, join_trials, trial_line, trials_path
-from tilegen.store.upkeep import check
 
 CONDITIONS = Conditions(
     problem=PROBLEM.key, arch="sm_90", triton="3", driver="5", template_digest="a"

@@ -16,7 +16,7 @@ import pytest
 from tests.records import RECORD, TASK, VERSIONS, own, place, record
 from tests.servers import http_server, silent_server
 from tilegen.errors import Unsupported
-from tilegen.store import Location, Unreachable, list_records, look_up, reach, save
+from tilegen.store import Location, Unreachable, list_records, look_up, remote, save
 from tilegen.store.transfer import merge
 
 ROOT = Path(__file__).parents[2]
@@ -52,7 +52,7 @@ def test_a_server_that_never_answers_costs_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pytest.importorskip("aiohttp", reason="needs the package aiohttp; pip install 'tilegen[dev]'")
-    monkeypatch.setattr(reach, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(remote, "ANSWER_SECONDS", 0.5)
     with silent_server() as (address, connections):
         where = [shared(f"{address}/x"), place(tmp_path / "shipped", RECORD, "shipped")]
         for _ in range(20):
@@ -63,7 +63,7 @@ def test_a_server_that_never_answers_costs_one_warning(
         (message,) = caplog.messages
         assert f"record location '{address}/x' did not answer within 0.5 s" in message
         # Another process of this machine knows, and does not wait either.
-        monkeypatch.setattr(reach, "_down", {})
+        monkeypatch.setattr(remote, "_down", {})
         before = len(connections)
         assert look_up(TASK, where=where) is not None
         assert len(connections) == before
@@ -73,7 +73,7 @@ def test_a_server_that_never_answers_costs_one_warning(
             look_up(TASK, where=where, strict=True)
         assert len(connections) > before
         # After a while it is asked again.
-        monkeypatch.setattr(reach, "DOWN_SECONDS", 0.0)
+        monkeypatch.setattr(remote, "DOWN_SECONDS", 0.0)
         before = len(connections)
         assert look_up(TASK, where=where) is not None
         assert len(connections) > before
@@ -82,9 +82,9 @@ def test_a_server_that_never_answers_costs_one_warning(
 def test_a_process_with_a_hanging_request_can_end(tmp_path: Path) -> None:
     code = (
         "import threading\n"
-        "from tilegen.store import reach\n"
-        "try:\n    reach.ask('x://y', threading.Event().wait, seconds=0.2)\n"
-        "except reach.Unreachable as error:\n    print(error)\n"
+        "from tilegen.store import remote\n"
+        "try:\n    remote.ask('x://y', threading.Event().wait, seconds=0.2)\n"
+        "except remote.Unreachable as error:\n    print(error)\n"
     )
     result = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
@@ -133,7 +133,7 @@ def test_passwords_are_not_shown(caplog: pytest.LogCaptureFixture) -> None:
     url = "nosuch://user:secret@host/x"
     look_up(TASK, where=[shared(url)])
     assert "nosuch://user@host/x" in caplog.text
-    assert "secret" not in caplog.text + str(reach.copies(url))
+    assert "secret" not in caplog.text + str(remote.copies(url))
 
 
 @pytest.mark.parametrize(
@@ -150,12 +150,12 @@ def test_passwords_are_not_shown(caplog: pytest.LogCaptureFixture) -> None:
     ],
 )
 def test_a_url_is_shown_without_its_password_alone(url: str, expected: str) -> None:
-    assert reach.shown(url) == expected
+    assert remote.shown(url) == expected
 
 
 def test_containers_of_one_account_keep_their_copies_apart() -> None:
     """A record of another container would be served from a common copy."""
-    left, other = (reach.copies(f"abfs://{name}@account/tilegen") for name in ("one", "other"))
+    left, other = (remote.copies(f"abfs://{name}@account/tilegen") for name in ("one", "other"))
     assert left != other
 
 
@@ -163,7 +163,7 @@ def test_a_hanging_network_folder_costs_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     hanging = place(tmp_path / "net", RECORD, "shared")
-    monkeypatch.setattr(reach, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(remote, "ANSWER_SECONDS", 0.2)
     real, release = Path.is_dir, threading.Event()
 
     def is_dir(self: Path) -> bool:
@@ -258,7 +258,7 @@ def test_listing_a_silent_server_ends_soon(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pytest.importorskip("aiohttp", reason="needs the package aiohttp; pip install 'tilegen[dev]'")
-    monkeypatch.setattr(reach, "ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(remote, "ANSWER_SECONDS", 0.3)
     with silent_server() as (address, _):
         assert list(list_records([shared(address)])) == []
     assert "did not answer within 0.3 s; skipped" in caplog.text

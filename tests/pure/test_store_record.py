@@ -24,12 +24,11 @@ from tilegen.store import (
     Versions,
     current_versions,
     files,
+    listing,
     now,
-    reach,
     remote,
     slug,
     this_machine,
-    upkeep,
 )
 from tilegen.store import versions as versions_module
 from tilegen.store.forms import MAX_RIVALS
@@ -90,12 +89,12 @@ def test_every_failure_in_the_readme_of_the_format_has_its_test() -> None:
 def test_numbers_in_the_readme_of_the_format_are_those_of_the_code() -> None:
     pages = [ROOT / "cache" / name for name in ("README.md", "operations.md")]
     readme = "".join(page.read_text(encoding="utf-8") for page in pages)
-    assert f"does not answer within {reach.ANSWER_SECONDS:g} seconds" in readme
-    assert f"again for {reach.DOWN_SECONDS / 60:g} minutes" in readme
+    assert f"does not answer within {remote.ANSWER_SECONDS:g} seconds" in readme
+    assert f"again for {remote.DOWN_SECONDS / 60:g} minutes" in readme
     assert remote.FRESH_SECONDS == 3600, "remembered for an hour"
     assert files.LOCK_SECONDS == 60, "held for more than a minute"
     assert tuner.PATIENCE * records.TUNE_SECONDS == 120, "waits two minutes at most"
-    assert upkeep.COPY_SECONDS == 7 * 86400, "copies older than a week"
+    assert listing.COPY_SECONDS == 7 * 86400, "copies older than a week"
     assert f"by up to {MAX_RIVALS + 1} machines" in readme
     assert f"within {100 * TIE_LIMIT:g} %" in readme
     record_size = len(RECORD.to_json())

@@ -27,7 +27,6 @@ from tilegen.store import (
     list_records,
     look_up,
     places,
-    reach,
     remote,
     save,
 )
@@ -270,7 +269,7 @@ def test_a_copy_stands_for_the_record_for_a_while(
     assert median_at(where) == 400.0
     save(record(us=300.0, source="bb"), location=where)
     assert median_at(where) == 400.0, "the copy is fresh"
-    (copy,) = reach.copies(memory).rglob("*.json")
+    (copy,) = remote.copies(memory).rglob("*.json")
     hours_ago = time.time() - 2 * remote.FRESH_SECONDS
     os.utime(copy, (hours_ago, hours_ago))
     assert median_at(where) == 300.0

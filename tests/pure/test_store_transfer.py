@@ -13,10 +13,10 @@ from tests.records import PROBLEM, RECORD, UNMEASURED, folder_of, own, place, re
 from tilegen.errors import Unsupported
 from tilegen.kernels.config import TileConfig
 from tilegen.problem import AttentionProblem
-from tilegen.store import Location, TuningRecord, list_records, save, upkeep
+from tilegen.store import Location, TuningRecord, list_records, listing, save
+from tilegen.store.listing import check, prune
 from tilegen.store.transfer import Selection, export, import_, merge, promote, summary
 from tilegen.store.trials import Conditions, Trial, join_trials, trial_line
-from tilegen.store.upkeep import check, prune
 from tilegen.tuning.measure import Measurement
 from tilegen.tuning.trials import TrialLog
 
@@ -275,7 +275,7 @@ def test_prune_keeps_findings_saved_since_the_listing(
         place(tmp_path, record(us=300.0))
         return listed
 
-    monkeypatch.setattr(upkeep, "list_records", looked_at)
+    monkeypatch.setattr(listing, "list_records", looked_at)
     assert prune(where, older_than_days=365) == []
     assert TuningRecord.from_json((tmp_path / RECORD.path).read_text()) == record(us=300.0)
 

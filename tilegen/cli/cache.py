@@ -249,7 +249,7 @@ def cache_verify(where: Places = None, json_: Json = False) -> None:
 
     Example: tilegen cache verify own
     """
-    from tilegen.store.upkeep import check
+    from tilegen.store.listing import check
 
     checked = list(check(sources(where)))
     bad = [entry for entry in checked if entry.reason]
@@ -335,7 +335,7 @@ def cache_prune(
 
     Example: tilegen cache prune --older-than 365 --dry-run
     """
-    from tilegen.store.upkeep import prune
+    from tilegen.store.listing import prune
 
     pruned = prune(
         source(where), older_than_days=older_than, unmeasured=unmeasured, dry_run=dry_run

@@ -42,7 +42,7 @@ def answering(texts: Sequence[str] | None) -> list[Location]:
     """Return `sources(texts)`. Without `texts`, skip missing shared folders with a warning."""
     from tilegen.store import locations
     from tilegen.store.places import pass_over
-    from tilegen.store.reach import Unreachable
+    from tilegen.store.remote import Unreachable
 
     if texts:
         return sources(texts)
@@ -86,7 +86,7 @@ def is_folder(path: Path) -> bool:
 
 def _there(place: Location) -> Location:
     from tilegen.store import places
-    from tilegen.store.reach import Unreachable
+    from tilegen.store.remote import Unreachable
 
     if place.folder is None:
         try:

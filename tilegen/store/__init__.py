@@ -1,11 +1,12 @@
-"""Records of tuning winners: format (`record`), locations (`places`), look-up (`lookup`), listing
-and explaining (`listing`), joining (`election`), moving between stores (`transfer`)."""
+"""Records of tuning winners: format (`record`), locations (`places`), look-up (`lookup`), lists and
+upkeep (`listing`), joining (`election`), moving between stores (`transfer`)."""
 
-from tilegen.store.listing import Listed, answer, list_records, why, why_lines
-from tilegen.store.lookup import Difference, Found, Saved, dated, look_up, save
+from tilegen.store.election import Saved, dated, save
+from tilegen.store.listing import Listed, list_records
+from tilegen.store.lookup import Difference, Found, answer, look_up, why, why_lines
 from tilegen.store.places import Location, locations
-from tilegen.store.reach import Unreachable
 from tilegen.store.record import SCHEMA, EstimateSummary, TuningRecord, record_path, slug
+from tilegen.store.remote import Unreachable
 from tilegen.store.versions import Versions, current_versions, now, this_machine
 
 __all__ = [

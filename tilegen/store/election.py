@@ -1,4 +1,5 @@
-"""Election of a winner among the findings for one key, and the join of records by that election.
+"""Election of a winner among the findings for one key, and the join of records by that election:
+`join`, and `save`, which joins a record into a location.
 
 cache/README.md explains the rule to users:
 
@@ -20,19 +21,29 @@ stores may be merged in any order and any number of times.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import PurePosixPath
 from typing import Any
 
-from tilegen.errors import InvalidRecord
-from tilegen.store.floor import why_not_credible
-from tilegen.store.forms import MAX_RIVALS
+from tilegen.environment import current
+from tilegen.errors import InvalidRecord, Unsupported
+from tilegen.gpus.spec import GpuSpec, catalogue
+from tilegen.kernels.config import Dim, Kernel
+from tilegen.kernels.registry import KERNELS
+from tilegen.problem import AttentionProblem
+from tilegen.store import places
+from tilegen.store.files import Change, text_of
+from tilegen.store.forms import MAX_RIVALS, OtherSchema
+from tilegen.store.places import Location
 from tilegen.store.record import TuningRecord
-from tilegen.store.versions import is_credible, release_order
-from tilegen.tuning.measure import Measurement, tie_limit
+from tilegen.store.versions import is_credible, release_order, second_after
+from tilegen.task import Tiled
+from tilegen.tuning.measure import Measurement, one_line, tie_limit
 from tilegen.tuning.surroundings import UNKNOWN, Surroundings
 from tilegen.units import us_text
 
@@ -152,3 +163,188 @@ def _surroundings(finding: TuningRecord) -> Surroundings:
 def _text(finding: TuningRecord) -> str:
     # Sorted names and no line ends: the order must not depend on the layout of files.
     return json.dumps(json.loads(finding.to_json()), sort_keys=True)
+
+
+# --------------------------------------------------------------------------------------------------
+# Times that no launch can reach, and configs that cannot run
+
+ALLOWED = 0.75
+"""Smallest credible median, as a part of the bound: some boards beat their catalogue figures."""
+
+
+def why_not_credible(
+    measurement: Measurement, problem: AttentionProblem, gpu: str, kernel: Kernel
+) -> str:
+    """Explain why a median is below the time that any launch needs. Empty if it is credible, or the
+    GPU is not in the catalogue."""
+    median = measurement.median_us
+    # A mask only lowers the bound, and counting it is slow: try without it first.
+    if median is None or median >= ALLOWED * _floor_us(problem, gpu, kernel, masked=False):
+        return ""
+    bound = _floor_us(problem, gpu, kernel, masked=True)
+    if median >= ALLOWED * bound:
+        return ""
+    return (
+        f"median_us must be at least {us_text(ALLOWED * bound)}, since {gpu} at its peaks takes "
+        f"{us_text(bound)} for the bytes and products of {kernel}; got {us_text(median)}"
+    )
+
+
+@lru_cache(maxsize=4096)
+def _floor_us(problem: AttentionProblem, gpu: str, kernel: Kernel, *, masked: bool) -> float:
+    """Compute a lower bound on a launch [us]; 0 if the GPU is not in the catalogue."""
+    if (spec := _catalogued(gpu)) is None:
+        return 0.0
+    kind, e = KERNELS[kernel], problem.element_bytes
+    rows, columns = problem.seqlen_q, problem.seqlen_kv
+    entries = rows * columns
+    if masked:
+        from tilegen.model.mask_size import mask_size  # loads the model
+
+        size = mask_size(problem.mask, rows, columns)
+        rows, columns, entries = size.rows, size.columns, size.entries
+    heads, groups = problem.batch * problem.num_heads_q, problem.batch * problem.num_heads_kv
+    # Only reads count: L2 is cleared before a launch, but may keep what the launch writes.
+    read = [moved.tensor for moved in kind.floor if moved.direction == "read"]
+    row_dims: list[Dim] = [one.head_dim for one in read if one.side == "rows" and one.head_dim]
+    key_dims: list[Dim] = [one.head_dim for one in read if one.side == "columns" and one.head_dim]
+    words = heads * rows * _width(problem, row_dims) + groups * columns * _width(problem, key_dims)
+    flops = 2 * heads * entries * _width(problem, kind.products)
+    peak = spec.vector_flops_32 if problem.dtype == "fp32" else spec.tensor_flops_16
+    return 1e6 * max(words * e / spec.dram_bandwidth, flops / peak)
+
+
+def _width(problem: AttentionProblem, dims: Iterable[Dim]) -> int:
+    return sum(problem.head_dims[dim] for dim in dims)
+
+
+def _catalogued(name: str) -> GpuSpec | None:
+    return next((spec for spec in catalogue() if spec.name == name), None)
+
+
+def why_not_legal(tiled: Tiled) -> str:
+    """Explain why a config cannot run on a device; empty if no reason is known."""
+    if not isinstance(tiled.device, GpuSpec):
+        return ""
+    from tilegen.model.footprint import footprint
+
+    needs, device = footprint(tiled), tiled.gpu
+    if needs.may_fit(device):
+        return ""
+    return (
+        f"{tiled.config.key} needs {needs.smem_bytes} bytes of shared memory for "
+        f"'{tiled.problem.bucket}', and {device.name} has {device.smem_per_block}"
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Saving
+
+
+class OtherTilegen(Unsupported):
+    """A record that another tilegen wrote; saving never replaces it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """Outcome of saving a record."""
+
+    file: str
+    written: bool
+    """True if the file changed, or would change without `dry_run`."""
+    wins: bool
+    """True if the saved record is now the winner of its file."""
+    reason: str
+    """Why the record wins or not, or a note on an invalid file that was there."""
+
+
+def save(
+    record: TuningRecord,
+    *,
+    location: Location | None = None,
+    dry_run: bool = False,
+    alone: bool = False,
+) -> Saved:
+    """Join a record with the record in the local cache (or `location`), by the rule of `election`.
+
+    `dry_run` writes nothing and reports the outcome; `alone` stores the winner without its rivals.
+    Raises Unsupported if the file cannot be written, OtherTilegen if another tilegen wrote it, and
+    InvalidRecord if the record has no valid finding.
+    """
+    if TuningRecord.from_json(record.to_json()) != record:
+        raise InvalidRecord(
+            f"a record must read back as it was written; this one does not: {record}"
+        )
+    location = location or Location(str(current().cache_dir), "own")
+    record = join([record])
+    result: tuple[bool, bool, str] | None = None
+
+    def change(data: bytes | None) -> bytes | None:
+        nonlocal result
+        old = None if data is None else _old(data, record)
+        new = join([record] if old is None else [old, record])
+        new = new.findings[0] if alone else new
+        text = new.to_json().encode()
+        # A remote update calls again after its own write, and the first outcome is to be kept.
+        if result is None or text != data:
+            result = (text != data, *_outcome(record, new, old))
+        return None if text == data else text
+
+    if dry_run:
+        note = _peek(location, record.path, change)
+    else:
+        note = places.update(location, record.path, change)
+    written, wins, reason = result or (False, False, "")
+    return Saved(
+        file=location.address(record.path), written=written, wins=wins, reason=note or reason
+    )
+
+
+def dated(record: TuningRecord) -> TuningRecord:
+    """Date a new record after all findings of the same machine in the local cache: the machine's
+    clock may have been set back since."""
+    own = Location(str(current().cache_dir), "own")
+    with contextlib.suppress(InvalidRecord):
+        data = places.peek(own, record.path)
+        old = () if data is None else TuningRecord.from_json(text_of(data)).findings
+        earlier = [finding.date for finding in old if finding.source == record.source]
+        dates = [date for date in earlier if is_credible(date)]
+        if dates and (last := max(dates)) >= record.date:
+            return replace(record, date=second_after(last))
+    return record
+
+
+def _peek(location: Location, path: PurePosixPath, change: Change) -> str:
+    """Call `change` without writing its result; return a note on an invalid file."""
+    try:
+        change(places.peek(location, path))
+    except InvalidRecord as error:
+        change(None)
+        return f"the existing file is not a record ({one_line(error)}) and would be kept"
+    return ""
+
+
+def _old(data: bytes, new: TuningRecord) -> TuningRecord:
+    """Parse the record that `new` is to be joined with. Raises InvalidRecord if it is invalid or
+    has another key; OtherTilegen."""
+    try:
+        old = TuningRecord.from_json(text_of(data))
+    except OtherSchema as error:
+        raise OtherTilegen(
+            f"expected a record this tilegen can read at {str(new.path)!r}: {error}; "
+            "use the tilegen that wrote it, or another location"
+        ) from None
+    if old.key != new.key:
+        raise InvalidRecord(f"expected a record about {new.key}, found one about {old.key}")
+    return old
+
+
+def _outcome(given: TuningRecord, new: TuningRecord, old: TuningRecord | None) -> tuple[bool, str]:
+    """Check whether the winner of `given` is that of `new`; return the answer and a reason."""
+    if old is None:
+        return True, "there was no record"
+    winner, mine, was = new.findings[0], given.findings[0], old.findings[0]
+    if winner == was:
+        wins, why = winner == mine, "nothing new" if winner == mine else verdict(winner, mine)
+        return wins, why if wins else f"the existing record stays: {why}"
+    return winner == mine, verdict(winner, was)

@@ -1,4 +1,5 @@
-"""Look-up of records, of this GPU model and then of similar models; and saving of records."""
+"""Look-up of records, of this GPU model and then of similar models: `look_up`, and `why`, which
+explains it."""
 
 from __future__ import annotations
 
@@ -12,21 +13,21 @@ from typing import Literal
 
 from tilegen.device import Device
 from tilegen.disk import say_once
-from tilegen.environment import current
-from tilegen.errors import InvalidRecord, Unsupported
-from tilegen.gpus import spec as gpus
-from tilegen.gpus.spec import GpuSpec
+from tilegen.errors import InvalidRecord
+from tilegen.gpus.spec import GpuSpec, catalogue
 from tilegen.problem import AttentionProblem
 from tilegen.store import places
-from tilegen.store.election import conditions, elect, join, verdict, why_not_valid
-from tilegen.store.files import Change, Unreadable, text_of
+from tilegen.store.election import conditions, elect, join, why_not_legal, why_not_valid
+from tilegen.store.files import Unreadable, text_of
 from tilegen.store.forms import OtherSchema
+from tilegen.store.listing import list_records
 from tilegen.store.places import Location, Owner, locations
-from tilegen.store.reach import Unreachable
 from tilegen.store.record import TuningRecord, bucket_of, older_paths, record_path
-from tilegen.store.versions import Versions, is_credible, second_after
-from tilegen.task import KernelTask, Tiled
+from tilegen.store.remote import Unreachable
+from tilegen.store.versions import Versions
+from tilegen.task import KernelTask
 from tilegen.tuning.measure import one_line
+from tilegen.units import us_text
 
 
 @dataclass(frozen=True)
@@ -58,23 +59,6 @@ class Found:
 
     def __str__(self) -> str:
         return f"{self.file}, borrowed from {self.record.gpu}" if self.borrowed else self.file
-
-
-class OtherTilegen(Unsupported):
-    """A record that another tilegen wrote; saving never replaces it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Saved:
-    """Outcome of saving a record."""
-
-    file: str
-    written: bool
-    """True if the file changed, or would change without `dry_run`."""
-    wins: bool
-    """True if the saved record is now the winner of its file."""
-    reason: str
-    """Why the record wins or not, or a note on an invalid file that was there."""
 
 
 def look_up(
@@ -211,7 +195,7 @@ def similar_devices(device: Device) -> list[Device]:
     SMs, bandwidths of DRAM and L2, and shared memory, processors by rates and caches."""
     from tilegen.cpus import spec as cpus
 
-    rows: tuple[Device, ...] = gpus.catalogue() if isinstance(device, GpuSpec) else cpus.catalogue()
+    rows: tuple[Device, ...] = catalogue() if isinstance(device, GpuSpec) else cpus.catalogue()
     others = [spec for spec in rows if spec.arch == device.arch and spec.name != device.name]
     return sorted(others, key=lambda spec: (_far(device, spec), spec.name))
 
@@ -222,113 +206,6 @@ def _far(device: Device, other: Device) -> float:
     if not is_gpu:
         traits = ("product_flops_32", "dram_bandwidth", "l3_bandwidth", "l2_bytes", "l1_bytes")
     return sum(abs(math.log2(getattr(device, name) / getattr(other, name))) for name in traits)
-
-
-def why_not_legal(tiled: Tiled) -> str:
-    """Explain why a config cannot run on a device; empty if no reason is known."""
-    if not isinstance(tiled.device, GpuSpec):
-        return ""
-    from tilegen.model.footprint import footprint
-
-    needs, device = footprint(tiled), tiled.gpu
-    if needs.may_fit(device):
-        return ""
-    return (
-        f"{tiled.config.key} needs {needs.smem_bytes} bytes of shared memory for "
-        f"'{tiled.problem.bucket}', and {device.name} has {device.smem_per_block}"
-    )
-
-
-def save(
-    record: TuningRecord,
-    *,
-    location: Location | None = None,
-    dry_run: bool = False,
-    alone: bool = False,
-) -> Saved:
-    """Join a record with the record in the local cache (or `location`), by the rule of `election`.
-
-    `dry_run` writes nothing and reports the outcome; `alone` stores the winner without its rivals.
-    Raises Unsupported if the file cannot be written, OtherTilegen if another tilegen wrote it, and
-    InvalidRecord if the record has no valid finding.
-    """
-    if TuningRecord.from_json(record.to_json()) != record:
-        raise InvalidRecord(
-            f"a record must read back as it was written; this one does not: {record}"
-        )
-    location = location or Location(str(current().cache_dir), "own")
-    record = join([record])
-    result: tuple[bool, bool, str] | None = None
-
-    def change(data: bytes | None) -> bytes | None:
-        nonlocal result
-        old = None if data is None else _old(data, record)
-        new = join([record] if old is None else [old, record])
-        new = new.findings[0] if alone else new
-        text = new.to_json().encode()
-        # A remote update calls again after its own write, and the first outcome is to be kept.
-        if result is None or text != data:
-            result = (text != data, *_outcome(record, new, old))
-        return None if text == data else text
-
-    if dry_run:
-        note = _peek(location, record.path, change)
-    else:
-        note = places.update(location, record.path, change)
-    written, wins, reason = result or (False, False, "")
-    return Saved(
-        file=location.address(record.path), written=written, wins=wins, reason=note or reason
-    )
-
-
-def dated(record: TuningRecord) -> TuningRecord:
-    """Date a new record after all findings of the same machine in the local cache: the machine's
-    clock may have been set back since."""
-    own = Location(str(current().cache_dir), "own")
-    with contextlib.suppress(InvalidRecord):
-        data = places.peek(own, record.path)
-        old = () if data is None else TuningRecord.from_json(text_of(data)).findings
-        earlier = [finding.date for finding in old if finding.source == record.source]
-        dates = [date for date in earlier if is_credible(date)]
-        if dates and (last := max(dates)) >= record.date:
-            return replace(record, date=second_after(last))
-    return record
-
-
-def _peek(location: Location, path: PurePosixPath, change: Change) -> str:
-    """Call `change` without writing its result; return a note on an invalid file."""
-    try:
-        change(places.peek(location, path))
-    except InvalidRecord as error:
-        change(None)
-        return f"the existing file is not a record ({one_line(error)}) and would be kept"
-    return ""
-
-
-def _old(data: bytes, new: TuningRecord) -> TuningRecord:
-    """Parse the record that `new` is to be joined with. Raises InvalidRecord if it is invalid or
-    has another key; OtherTilegen."""
-    try:
-        old = TuningRecord.from_json(text_of(data))
-    except OtherSchema as error:
-        raise OtherTilegen(
-            f"expected a record this tilegen can read at {str(new.path)!r}: {error}; "
-            "use the tilegen that wrote it, or another location"
-        ) from None
-    if old.key != new.key:
-        raise InvalidRecord(f"expected a record about {new.key}, found one about {old.key}")
-    return old
-
-
-def _outcome(given: TuningRecord, new: TuningRecord, old: TuningRecord | None) -> tuple[bool, str]:
-    """Check whether the winner of `given` is that of `new`; return the answer and a reason."""
-    if old is None:
-        return True, "there was no record"
-    winner, mine, was = new.findings[0], given.findings[0], old.findings[0]
-    if winner == was:
-        wins, why = winner == mine, "nothing new" if winner == mine else verdict(winner, mine)
-        return wins, why if wins else f"the existing record stays: {why}"
-    return winner == mine, verdict(winner, was)
 
 
 @lru_cache(maxsize=4096)
@@ -376,3 +253,80 @@ def unequal(pairs: dict[str, tuple[str, str]]) -> list[Difference]:
 def joined(differences: Sequence[Difference]) -> str:
     """Join differences into one line."""
     return "; ".join(map(str, differences))
+
+
+# --------------------------------------------------------------------------------------------------
+# Explanations
+
+
+def why(
+    task: KernelTask,
+    *,
+    versions: Versions | None = None,
+    template_digest: str = "",
+    where: Sequence[Location] | None = None,
+    top: int = 10,
+) -> list[Found]:
+    """List the `top` records of the task's kernel and architecture nearest to a task, nearest
+    first, each with all its differences."""
+    ranked: list[tuple[float, Found]] = []
+    for listed in list_records(where):
+        if (record := listed.record) is None:
+            continue
+        hard = identity(task, record)
+        if any(difference.field in ("kernel", "arch") for difference in hard):
+            continue
+        doubts = soft(versions or Versions(), template_digest, record)
+        distance = sum(map(_distance, hard)) + 0.01 * len(doubts) + 0.1 * (not record.is_measured)
+        entry = Found(
+            record=record,
+            file=listed.file,
+            origin=listed.origin,
+            differences=(*hard, *doubts),
+            borrowed=record.gpu != task.device.name,
+        )
+        ranked.append((distance, entry))
+    ranked.sort(key=lambda pair: pair[0])  # stable: ties keep the order of the locations
+    return [entry for _, entry in ranked[:top]]
+
+
+def answer(used: Found | None) -> str:
+    """Describe the result of `look_up`: the record, its stored values that differ, tile and time;
+    or the model."""
+    if used is None:
+        return "the model: no record"
+    record, differs = used.record, [f"{d.field} {d.stored}" for d in used.differences]
+    of = f" of {', '.join(differs)}" if differs else ""
+    median = record.measurement.median_us
+    time = f", {us_text(median)}" if median else ""
+    return f"{used.origin} record{of}: {record.config.key}{time}"
+
+
+def why_lines(task: KernelTask, used: Found | None, nearest: Sequence[Found]) -> Iterator[str]:
+    """Format the result of `why` without the record that is used: the path of each record in its
+    store, and the fields that differ."""
+    others = [entry for entry in nearest if used is None or entry.file != used.file]
+    number = len(others) or "no"
+    yield f"{task.kernel}: {number} other record{'s' * (len(others) != 1)} on {task.device.arch}"
+    for entry in others:
+        state = "" if entry.record.is_measured else ", unmeasured"
+        yield f"  {entry.origin}{state}  {entry.record.path}"
+        yield f"    {joined(entry.differences) or 'an equal match, in a later location'}"
+
+
+_WEIGHTS = {  # weight of a difference, by field; other fields weigh 1
+    "policy": 100.0,
+    "gpu": 10.0,
+    "dtype": 8.0,
+    "mask": 8.0,
+    "head_dim_qk": 6.0,
+    "head_dim_v": 6.0,
+}
+
+
+def _distance(difference: Difference) -> float:
+    """Return the distance that a difference adds; numbers weigh by the logarithm of their ratio."""
+    weight = _WEIGHTS.get(difference.field, 1.0)
+    if not (difference.current.isdecimal() and difference.stored.isdecimal()):
+        return weight
+    return weight * abs(math.log2(int(difference.current) / int(difference.stored)))

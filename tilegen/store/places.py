@@ -19,7 +19,7 @@ from tilegen.kernels.registry import KERNELS
 from tilegen.resources import data_dir
 from tilegen.store import files, remote
 from tilegen.store.files import MAX_FILE_BYTES, Change
-from tilegen.store.reach import Unreachable, ask, shown
+from tilegen.store.remote import Unreachable, ask, shown
 from tilegen.store.trials import MAX_TRIALS_BYTES
 from tilegen.tuning.measure import one_line
 

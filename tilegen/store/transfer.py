@@ -14,15 +14,14 @@ from tilegen.disk import write_whole
 from tilegen.errors import InvalidRecord, TilegenError, Unsupported
 from tilegen.kernels.config import Kernel
 from tilegen.store import places
-from tilegen.store.election import join, why_not_valid
+from tilegen.store.election import OtherTilegen, join, save, why_not_valid
 from tilegen.store.fields import parse_json
 from tilegen.store.files import text_of
 from tilegen.store.forms import GPU, KERNEL, OtherSchema, problem_of
 from tilegen.store.listing import list_records
-from tilegen.store.lookup import OtherTilegen, save
 from tilegen.store.places import Location
-from tilegen.store.reach import Unreachable
 from tilegen.store.record import TuningRecord, slug
+from tilegen.store.remote import Unreachable
 from tilegen.store.trials import (
     MAX_TRIALS_BYTES,
     Entry,

@@ -27,8 +27,8 @@ from tilegen.errors import InvalidRecord, Unsupported
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.problem import AttentionProblem
 from tilegen.store import TuningRecord, save
+from tilegen.store.election import why_not_credible
 from tilegen.store.fields import Fields
-from tilegen.store.floor import why_not_credible
 from tilegen.store.trials import Trial, parse_trial_values
 from tilegen.store.versions import Versions, now
 from tilegen.tuning import on_node

@@ -15,8 +15,8 @@ from tilegen.environment import current
 from tilegen.errors import InvalidRecord
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.problem import AttentionProblem
+from tilegen.store.election import why_not_credible
 from tilegen.store.files import Locked, inside, locked, only_writer
-from tilegen.store.floor import why_not_credible
 from tilegen.store.forms import OtherSchema
 from tilegen.store.places import Location, locations, read_trials
 from tilegen.store.trials import Conditions, Trial, parse_trial, trial_line, trials_path
