@@ -106,27 +106,28 @@ COPY_SECONDS = 7 * 24 * 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checked:
-    """A file of a store, or a location that does not answer. `reason` is empty if all is well."""
+class Noted:
+    """A file of a store, or a location, and the fault or the reason for its removal; the reason is
+    empty if all is well."""
 
     file: str
     reason: str
 
 
-def check(where: Sequence[Location]) -> Iterator[Checked]:
+def check(where: Sequence[Location]) -> Iterator[Noted]:
     """Check every file of records and trials; yield each with the reason. Changes nothing."""
     for location in where:
         for listed in list_records([location]):
             reason = listed.reason or (_why_not_right(listed.record) if listed.record else "")
-            yield Checked(file=listed.file, reason=reason)
+            yield Noted(file=listed.file, reason=reason)
         try:
             names = places.names(location, "trials")
         except Unreachable as error:
-            yield Checked(file=location.address(), reason=one_line(error))
+            yield Noted(file=location.address(), reason=one_line(error))
             continue
         for name, data in places.read_all(location, names, MAX_TRIALS_BYTES):
             reason = one_line(data) if isinstance(data, TilegenError) else _bad_lines(name, data)
-            yield Checked(file=location.address(name), reason=reason)
+            yield Noted(file=location.address(name), reason=reason)
 
 
 def _why_not_right(record: TuningRecord) -> str:
@@ -162,21 +163,13 @@ def _bad_lines(name: str, data: bytes | None) -> str:
     return f"{len(bad)} lines are not trials, first {bad[0]}" if bad else ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pruned:
-    """A removed file and the reason."""
-
-    file: str
-    reason: str
-
-
 def prune(
     where: Location,
     *,
     older_than_days: float | None = None,
     unmeasured: bool = False,
     dry_run: bool = False,
-) -> list[Pruned]:
+) -> list[Noted]:
     """Remove leftovers of killed writers, files set aside, and CPU kernels of other compilers.
 
     In the local cache, old copies of remote records are removed too. `older_than_days` adds records
@@ -213,7 +206,7 @@ def prune(
             if listed.record is not None:
                 records[file] = listed
     return [
-        Pruned(file=printable(str(file)), reason=reason)
+        Noted(file=printable(str(file)), reason=reason)
         for file, reason in sorted(reasons.items())
         if _is_inside(folder, file) and (dry_run or _remove(file, records.get(file)))
     ]

@@ -13,6 +13,7 @@ from tilegen.errors import InvalidRecord
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.problem import AttentionProblem
 from tilegen.store.fields import MAX_TEXT, Fields, Form, Rule, optional, parse_json, rule, sparse
+from tilegen.store.files import text_of
 from tilegen.store.forms import (
     CONFIG,
     DATE,
@@ -124,40 +125,24 @@ def trial_line(trial: Trial, conditions: Conditions) -> dict[str, Any]:
 
 
 def parse_trial(
-    line: bytes, kernel: Kernel, only: Conditions | None = None
+    line: bytes | Fields, kernel: Kernel, only: Conditions | None = None
 ) -> tuple[Trial, Conditions] | None:
     """Parse the trial and the conditions of a line; None if the conditions are not `only`. Raises
     InvalidRecord; OtherSchema for lines that only a newer tilegen can read."""
-    try:
-        values = parse_json(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise InvalidRecord(f"expected UTF-8, found {error.reason}") from None
-    return parse_trial_values(values, kernel, only)
-
-
-def parse_trial_values(
-    values: Fields, kernel: Kernel, only: Conditions | None = None
-) -> tuple[Trial, Conditions] | None:
-    """Parse a line that is decoded, as `parse_trial` does."""
+    values = line if isinstance(line, Fields) else parse_json(text_of(line))
     with naming_newer(values):
-        return _parsed(values, kernel, only)
-
-
-def _parsed(
-    values: Fields, kernel: Kernel, only: Conditions | None
-) -> tuple[Trial, Conditions] | None:
-    conditions = conditions_of(values)
-    if only is not None and conditions != only:
-        return None
-    versions = Versions()
-    if "versions" in values.values:  # older lines have no versions
-        versions = _BESIDES.read(values.group("versions"))
-    trial = _TRIAL.read(
-        values,
-        config=config_from(values.group("config"), kernel),
-        versions=replace(versions, triton=conditions.triton, driver=conditions.driver),
-    )
-    return trial, conditions
+        conditions = conditions_of(values)
+        if only is not None and conditions != only:
+            return None
+        versions = Versions()
+        if "versions" in values.values:  # older lines have no versions
+            versions = _BESIDES.read(values.group("versions"))
+        trial = _TRIAL.read(
+            values,
+            config=config_from(values.group("config"), kernel),
+            versions=replace(versions, triton=conditions.triton, driver=conditions.driver),
+        )
+        return trial, conditions
 
 
 def conditions_of(line: Fields) -> Conditions:

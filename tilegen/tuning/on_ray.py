@@ -27,9 +27,9 @@ from tilegen.errors import InvalidRecord, Unsupported
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.problem import AttentionProblem
 from tilegen.store import TuningRecord, save
-from tilegen.store.election import why_not_credible
-from tilegen.store.fields import Fields
-from tilegen.store.trials import Trial, parse_trial_values
+from tilegen.store.election import why_not_valid
+from tilegen.store.fields import fields_of
+from tilegen.store.trials import Trial
 from tilegen.store.versions import Versions, now
 from tilegen.tuning import on_node
 from tilegen.tuning.campaign import Budget, Outcome, Standing
@@ -37,7 +37,7 @@ from tilegen.tuning.jobs import Job, Shard, jobs_of
 from tilegen.tuning.machine import ReplayMachine
 from tilegen.tuning.measure import Measurement, one_line
 from tilegen.tuning.parts import Node, Task, Work, next_part, progress
-from tilegen.tuning.trials import trials_of
+from tilegen.tuning.trials import credible_trial, trials_of
 from tilegen.version import __version__
 
 LOCAL = "local"
@@ -376,12 +376,10 @@ class Cluster:
 def trial_of(job: Job, sent: Any) -> Trial:
     """Parse a trial that a node has sent for a job. Raises InvalidRecord for anything else, and for
     impossible times."""
-    parsed = parse_trial_values(Fields(sent), job.kernel, job.conditions)
-    if parsed is None:
+    of = job.gpu.name, job.kernel, job.problem, job.conditions
+    if (trial := credible_trial(fields_of(sent, ""), *of)) is None:
         raise InvalidRecord(f"expected a trial under {job.conditions}")
-    if reason := why_not_credible(parsed[0].measurement, job.problem, job.gpu.name, job.kernel):
-        raise InvalidRecord(reason)
-    return parsed[0]
+    return trial
 
 
 def record_of(job: Job, sent: str) -> TuningRecord:
@@ -391,6 +389,6 @@ def record_of(job: Job, sent: str) -> TuningRecord:
     key = record.gpu, record.kernel, record.problem
     if key != (job.gpu.name, job.kernel, job.problem.rounded):
         raise InvalidRecord(f"expected a record of {job}, got {' '.join(map(str, key))}")
-    if reason := why_not_credible(record.measurement, record.problem, record.gpu, record.kernel):
+    if reason := why_not_valid(record):
         raise InvalidRecord(reason)
     return record

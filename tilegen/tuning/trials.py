@@ -16,6 +16,7 @@ from tilegen.errors import InvalidRecord
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.problem import AttentionProblem
 from tilegen.store.election import why_not_credible
+from tilegen.store.fields import Fields
 from tilegen.store.files import Locked, inside, locked, only_writer
 from tilegen.store.forms import OtherSchema
 from tilegen.store.places import Location, locations, read_trials
@@ -58,8 +59,7 @@ class TrialLog:
         self.file = cache_dir / self._path
         self._others = others
         self._own = Location(str(cache_dir), "own")
-        self._gpu, self._problem = gpu, problem.bucket
-        self._kernel: Kernel = kernel
+        self._of = gpu, kernel, problem.bucket, conditions
         self._conditions = conditions
 
     def read(self) -> dict[TileConfig, Trial]:
@@ -69,7 +69,7 @@ class TrialLog:
             bad: list[str] = []
             for number, line in enumerate(read_trials(location, self._path).split(b"\n"), start=1):
                 try:
-                    if line and (trial := self._parse(line)) is not None:
+                    if line and (trial := credible_trial(line, *self._of)) is not None:
                         trials[trial.config] = trial
                 except OtherSchema:  # only the tilegen that wrote the line can read it
                     continue
@@ -89,15 +89,21 @@ class TrialLog:
         except OSError as error:
             raise cannot_write(file, error) from error
 
-    def _parse(self, line: bytes) -> Trial | None:
-        """Parse a line; None for a trial under other conditions. Raises InvalidRecord, also for a
-        time that the GPU cannot reach."""
-        if (parsed := parse_trial(line, self._kernel, self._conditions)) is None:
-            return None
-        trial = parsed[0]
-        if reason := why_not_credible(trial.measurement, self._problem, self._gpu, self._kernel):
-            raise InvalidRecord(reason)
-        return trial
+
+def credible_trial(
+    line: bytes | Fields,
+    gpu: str,
+    kernel: Kernel,
+    problem: AttentionProblem,
+    conditions: Conditions,
+) -> Trial | None:
+    """Parse a trial that may come from elsewhere; None for a trial under other conditions. Raises
+    InvalidRecord, also for a time that the GPU cannot reach."""
+    if (parsed := parse_trial(line, kernel, conditions)) is None:
+        return None
+    if reason := why_not_credible(parsed[0].measurement, problem, gpu, kernel):
+        raise InvalidRecord(reason)
+    return parsed[0]
 
 
 def trials_of(
