@@ -267,7 +267,7 @@ def test_bits_do_not_hang_on_batch_padding_chunks_or_pages(mask: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("invariant")
+@pytest.mark.usefixtures("invariant", "optimised")
 @pytest.mark.parametrize("tokens, padding", [(70, 7), (70, 58), (64, 64), (131, 1)])
 @pytest.mark.parametrize("mask", ["full", "window", "sinks", "odd", "dilated"])
 def test_bits_do_not_hang_on_padded_keys(mask: str, tokens: int, padding: int) -> None:
