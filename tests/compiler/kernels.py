@@ -447,3 +447,23 @@ def edges(
     grads = weights * (tl.dot(u, tl.trans(v)) - 1.0)
     tl.store(grad_ptr + rows[:, None] * n + columns, grads)
     tl.store(back_ptr + columns[:, None] * k + depth, tl.dot(tl.trans(grads.to(u.dtype)), u))
+
+
+@triton.jit
+def spread_product(
+    a_ptr, b_ptr, out_ptr, stride, left, skipped,
+    m: tl.constexpr, n: tl.constexpr, k: tl.constexpr, WHAT: tl.constexpr,
+):  # fmt: skip
+    """A product whose right operand has rows `stride` elements apart, of which `left` count."""
+    rows, columns, depth = tl.arange(0, m), tl.arange(0, n), tl.arange(0, k)
+    at = depth * stride
+    if WHAT == "uneven":
+        at += depth // 2 * skipped
+    places = b_ptr + at[:, None] + columns
+    if WHAT == "masked":
+        b = tl.load(places, mask=depth[:, None] < left, other=0.0)
+    else:
+        b = tl.load(places)
+    a = tl.load(a_ptr + rows[:, None] * k + depth)
+    out = tl.dot(a, b, input_precision="ieee")
+    tl.store(out_ptr + rows[:, None] * n + columns, out)

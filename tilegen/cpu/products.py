@@ -1,7 +1,7 @@
 """Write matrix products: packed operands, and microkernels that all loops of a kernel share.
 
-The right operand is packed into panels: panel by panel of columns, row by row. The left operand is
-read by broadcasts, so transposing it is free. A microkernel keeps rows x vectors accumulators in
+The right operand is packed into panels (`panels`), or read in place. The left operand is read by
+broadcasts, so transposing it is free. A microkernel keeps rows x vectors accumulators in
 registers and sums over the whole depth.
 
 With instructions for pairs of bf16, two rows of depth are interleaved in words of 32 bits, in both
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tilegen.cpu import amx
-from tilegen.cpu.conversions import to_memory
 from tilegen.cpu.edges import Kept, Ranges
 from tilegen.cpu.ir import Code, Index, typed
 from tilegen.cpu.loops import Loops
 from tilegen.cpu.mlir import Value
 from tilegen.cpu.pairs import added
+from tilegen.cpu.panels import packed, panels
 from tilegen.cpu.thin import Left, ThinProduct, fits
 from tilegen.cpu.tiles import Address, Buffer, LoadTile, Node, View
 
@@ -56,7 +56,7 @@ class Products:
             inner, swapped = stripped(node)
             if pairs and swapped:
                 width = inner.shape[1]
-                self.packed[key] = Left(self._panels(inner, False, width, True), 1, width)
+                self.packed[key] = Left(packed(self.code, inner, False, width, True), 1, width)
             elif pairs:
                 buffer = self.loops.stored(inner, narrow=True)
                 self.packed[key] = Left(buffer.pointer, inner.shape[1] // 2, 1)
@@ -66,9 +66,9 @@ class Products:
                 strides = (1, stride) if swapped else (stride, 1)
                 self.packed[key] = Left(buffer.pointer, *strides)
             self.loops.flush()
-        packed = self.packed[key]
-        assert isinstance(packed, Left)
-        return packed
+        made = self.packed[key]
+        assert isinstance(made, Left)
+        return made
 
     def right(self, value: Value, node: Node, pairs: bool) -> str:
         """Return the panels of a right operand (depth, columns), packing it the first time."""
@@ -77,76 +77,13 @@ class Products:
             self.loops.flush()
             inner, swapped = stripped(node)
             width = self._panel_width(node.shape[1])
-            self.packed[key] = self._panels(inner, swapped, width, pairs)
-        packed = self.packed[key]
-        assert isinstance(packed, str)
-        return packed
+            self.packed[key] = panels(self.code, inner, swapped, width, pairs)
+        made = self.packed[key]
+        assert isinstance(made, str)
+        return made
 
     def _panel_width(self, columns: int) -> int:
         return min(columns, self.code.target.lanes * self.code.target.vectors)
-
-    def _panels(self, node: Node, swapped: bool, width: int, pairs: bool) -> str:
-        """Write a tile (depth, columns) in panels of `width` columns; a `swapped` tile is
-        transposed."""
-        code = self.code
-        depth, columns = node.shape[::-1] if swapped else node.shape
-        out = code.scratch(2 * depth * columns if pairs else 4 * depth * columns)
-        words = depth // 2 if pairs else depth
-        lanes = (
-            min(code.target.lanes, columns, words) if swapped else min(code.target.lanes, columns)
-        )
-        with code.own_memo(), code.loop(0, columns, lanes) as column:
-            panel = code.emit(f"udiv i64 {column}, {width}")
-            inside = code.emit(f"urem i64 {column}, {width}")
-            first = code.plus(code.times(panel, words * width), inside)
-            if swapped:
-                with code.loop(0, words, lanes) as word:
-                    rows = [
-                        self._words(node, code.plus(column, r), word, lanes, pairs)
-                        for r in range(lanes)
-                    ]
-                    for r, row in enumerate(transposed(code, rows)):
-                        at = code.plus(first, code.times(code.plus(word, r), width))
-                        self._put(out, at, row, lanes)
-            else:
-                with code.loop(0, words) as word:
-                    row = self._interleaved(node, word, column, lanes, pairs)
-                    self._put(out, code.plus(first, code.times(word, width)), row, lanes)
-        return out
-
-    def _put(self, out: str, at: Index, row: str, lanes: int) -> None:
-        place = self.code.gep("float", out, at)
-        vector = typed("float", (0, lanes) if lanes > 1 else None)
-        self.code.do(f"store {vector} {row}, ptr {place}, align 4")
-
-    def _words(self, node: Node, row: Index, word: Index, lanes: int, pairs: bool) -> str:
-        """Return words along a row: fp32 elements or pairs of bf16."""
-        code = self.code
-        if not pairs:
-            return node.at(code, (row, word), (1, lanes) if lanes > 1 else None)
-        wide = 1, 2 * lanes
-        value = node.at(code, (row, code.times(word, 2)), wide)
-        halves = to_memory(code, value, "bf16", wide)
-        return code.emit(f"bitcast <{2 * lanes} x i16> {halves} to {typed('float', (0, lanes))}")
-
-    def _interleaved(self, node: Node, word: Index, column: Index, lanes: int, pairs: bool) -> str:
-        """Return words of adjacent columns: fp32 elements, or pairs of two rows."""
-        code = self.code
-        lane = (1, lanes) if lanes > 1 else None
-        if not pairs:
-            return node.at(code, (word, column), lane)
-        halves = [
-            to_memory(
-                code, node.at(code, (code.plus(code.times(word, 2), i), column), lane), "bf16", lane
-            )
-            for i in (0, 1)
-        ]
-        if not lane:
-            both = code.joined("i16", halves, 1)
-            return code.emit(f"bitcast <2 x i16> {both} to float")
-        order = [i // 2 + lanes * (i % 2) for i in range(2 * lanes)]
-        both = code.shuffle(typed("i16", lane), halves[0], halves[1], order)
-        return code.emit(f"bitcast <{2 * lanes} x i16> {both} to {typed('float', lane)}")
 
     # ---- the product
 
@@ -381,18 +318,3 @@ def row_blocks(rows: int, most: int) -> list[tuple[int, int]]:
             blocks = [(most, tall), (low, rest // low), (rest % low, 1)]
             return [(height, count) for height, count in blocks if height and count]
     raise AssertionError(rows)
-
-
-def transposed(code: Code, rows: list[str]) -> list[str]:
-    """Transpose a square of fp32 by interleaving rows half a square apart, log2(size) times."""
-    size = len(rows)
-    vector = typed("float", (0, size))
-    halves = range(size // 2), range(size // 2, size)
-    orders = [[place for i in half for place in (i, i + size)] for half in halves]
-    for _ in range(size.bit_length() - 1):
-        rows = [
-            code.shuffle(vector, rows[i], rows[i + size // 2], order)
-            for i in range(size // 2)
-            for order in orders
-        ]
-    return rows
