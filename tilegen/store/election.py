@@ -37,13 +37,13 @@ from tilegen.kernels.config import Dim, Kernel
 from tilegen.kernels.registry import KERNELS
 from tilegen.problem import AttentionProblem
 from tilegen.store import places
-from tilegen.store.files import Change, text_of
+from tilegen.store.files import text_of
 from tilegen.store.forms import MAX_RIVALS, OtherSchema
 from tilegen.store.places import Location
 from tilegen.store.record import TuningRecord
 from tilegen.store.versions import is_credible, release_order, second_after
 from tilegen.task import Tiled
-from tilegen.tuning.measure import Measurement, one_line, tie_limit
+from tilegen.tuning.measure import Measurement, tie_limit
 from tilegen.tuning.surroundings import UNKNOWN, Surroundings
 from tilegen.units import us_text
 
@@ -290,38 +290,27 @@ def save(
             result = (text != data, *_outcome(record, new, old))
         return None if text == data else text
 
-    if dry_run:
-        note = _peek(location, record.path, change)
-    else:
-        note = places.update(location, record.path, change)
+    note = places.update(location, record.path, change, dry_run=dry_run)
     written, wins, reason = result or (False, False, "")
     return Saved(
         file=location.address(record.path), written=written, wins=wins, reason=note or reason
     )
 
 
+def own_findings(path: PurePosixPath) -> tuple[TuningRecord, ...]:
+    """Return the findings of a record of the local cache; none if it is missing or invalid."""
+    with contextlib.suppress(InvalidRecord):
+        data = places.peek(Location(str(current().cache_dir), "own"), path)
+        return () if data is None else TuningRecord.from_json(text_of(data)).findings
+    return ()
+
+
 def dated(record: TuningRecord) -> TuningRecord:
     """Date a new record after all findings of the same machine in the local cache: the machine's
     clock may have been set back since."""
-    own = Location(str(current().cache_dir), "own")
-    with contextlib.suppress(InvalidRecord):
-        data = places.peek(own, record.path)
-        old = () if data is None else TuningRecord.from_json(text_of(data)).findings
-        earlier = [finding.date for finding in old if finding.source == record.source]
-        dates = [date for date in earlier if is_credible(date)]
-        if dates and (last := max(dates)) >= record.date:
-            return replace(record, date=second_after(last))
-    return record
-
-
-def _peek(location: Location, path: PurePosixPath, change: Change) -> str:
-    """Call `change` without writing its result; return a note on an invalid file."""
-    try:
-        change(places.peek(location, path))
-    except InvalidRecord as error:
-        change(None)
-        return f"the existing file is not a record ({one_line(error)}) and would be kept"
-    return ""
+    earlier = [one.date for one in own_findings(record.path) if one.source == record.source]
+    last = max(filter(is_credible, earlier), default="")
+    return replace(record, date=second_after(last)) if last >= record.date else record
 
 
 def _old(data: bytes, new: TuningRecord) -> TuningRecord:

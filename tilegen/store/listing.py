@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 from collections.abc import Iterator, Sequence
@@ -220,20 +219,13 @@ def _remove(file: Path, listed: Listed | None) -> bool:
             file.unlink(missing_ok=True)
             return True
         with only_writer(file.parent):
-            is_same = _record_of(listed) == listed.record
+            ((name, data),) = places.read_all(listed.location, [listed.name])
+            is_same = _examine(listed.location, name, data).record == listed.record
             if is_same:
                 file.unlink()
             return is_same
     except OSError as error:
         raise Unsupported(f"cannot remove {str(file)!r}: {error.strerror}") from error
-
-
-def _record_of(listed: Listed) -> TuningRecord | None:
-    """Read a listed record again; None if it cannot be read."""
-    with contextlib.suppress(InvalidRecord, Unreachable):
-        if (data := places.peek(listed.location, listed.name)) is not None:
-            return TuningRecord.from_json(text_of(data))
-    return None
 
 
 def _is_inside(folder: Path, file: Path) -> bool:

@@ -110,16 +110,32 @@ def read_trials(location: Location, path: PurePath | str) -> bytes:
 
 
 def update(
-    location: Location, path: PurePath | str, change: Change, limit: int = MAX_FILE_BYTES
+    location: Location,
+    path: PurePath | str,
+    change: Change,
+    limit: int = MAX_FILE_BYTES,
+    *,
+    dry_run: bool = False,
 ) -> str:
-    """Apply `change` to the file of a location at `path`; return a note on an invalid file.
+    """Apply `change` to the file of a location at `path`; return a note on an invalid file. With
+    `dry_run`, call `change` and write nothing.
 
     Other writers are excluded as far as `files.update` and `remote.update` can. Raises Unreachable
     or Unsupported.
     """
-    if (folder := location.folder) is None:
-        return remote.update(location.url, str(path), change, limit)
-    return files.update(files.inside(folder, path), change, limit)
+    try:
+        if not dry_run:
+            if (folder := location.folder) is None:
+                return remote.update(location.url, str(path), change, limit)
+            return files.update(files.inside(folder, path), change, limit)
+        try:
+            change(peek(location, path, limit))
+        except InvalidRecord as error:
+            change(None)
+            return f"the existing file is not a record ({one_line(error)}) and would be kept"
+        return ""
+    except Unreachable as error:
+        raise Unreachable(f"location {location.address()!r} {error}") from error
 
 
 def check_writable(location: Location) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -52,6 +52,10 @@ class Transferred:
         return f"{self.action:8} {self.file}" + (f": {self.reason}" if self.reason else "")
 
 
+def _refused(file: str, reason: str) -> Transferred:
+    return Transferred(file=file, action="refused", reason=reason)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Selection:
     """A selection of records by GPU and kernel; None selects all."""
@@ -86,14 +90,12 @@ def merge(
             continue
         for listed in listing:
             if (record := listed.record) is None or listed.reason:
-                yield Transferred(file=listed.file, action="refused", reason=listed.reason)
+                yield _refused(listed.file, listed.reason)
             elif wanted.has(slug(record.gpu), record.kernel):
                 yield put(record, target, dry_run=dry_run)
         for name, data in _trials(source, wanted):
             if isinstance(data, TilegenError):
-                yield Transferred(
-                    file=source.address(name), action="refused", reason=one_line(data)
-                )
+                yield _refused(source.address(name), one_line(data))
             else:
                 yield put_trials(name, [data], target, dry_run=dry_run)
     if unreachable:
@@ -107,11 +109,9 @@ def put(
 ) -> Transferred:
     """Join a record into `target`; `alone` stores the winner without its rivals."""
     try:
-        with _naming(target):
-            saved = save(record, location=target, dry_run=dry_run, alone=alone)
+        saved = save(record, location=target, dry_run=dry_run, alone=alone)
     except (OtherTilegen, InvalidRecord) as error:
-        where = target.address(record.path)
-        return Transferred(file=where, action="refused", reason=one_line(error))
+        return _refused(target.address(record.path), one_line(error))
     action: Action = "changed" if saved.written else "same"
     if saved.written and saved.reason == "there was no record":
         action = "added"
@@ -135,29 +135,12 @@ def put_trials(
         return joined
 
     # Parse all lines into `known` before taking the lock, so that the lock is held only briefly.
-    broken = False
-    try:
-        with _naming(target):
-            change(places.peek(target, name, MAX_TRIALS_BYTES))
-    except InvalidRecord:
-        if dry_run:
-            raise
-        broken = True
-    if not dry_run and (broken or after != before):
-        with _naming(target):
-            places.update(target, name, change, MAX_TRIALS_BYTES)
+    places.update(target, name, change, MAX_TRIALS_BYTES, dry_run=True)
+    if not dry_run and after != before:
+        places.update(target, name, change, MAX_TRIALS_BYTES)
     new = after.count(b"\n") - before.count(b"\n")
     action: Action = "same" if after == before else "changed" if before else "added"
     return Transferred(file=target.address(name), action=action, reason=f"{max(0, new)} new trials")
-
-
-@contextlib.contextmanager
-def _naming(target: Location) -> Generator[None, None, None]:
-    """Add the target's address to Unreachable errors."""
-    try:
-        yield
-    except Unreachable as error:
-        raise Unreachable(f"location {target.address()!r} {error}") from error
 
 
 def promote(
@@ -185,12 +168,12 @@ def export(
     for listed in list_records(sources):
         record = listed.record
         if reason := listed.reason or (why_not_valid(record) if record else ""):
-            moved.append(Transferred(file=listed.file, action="refused", reason=reason))
+            moved.append(_refused(listed.file, reason))
         elif record and wanted.has(slug(record.gpu), record.kernel):
             known = records.get(listed.name)
             if known is not None and known.key != record.key:
                 reason = f"another location has one about {known.key} at its place"
-                moved.append(Transferred(file=listed.file, action="refused", reason=reason))
+                moved.append(_refused(listed.file, reason))
                 continue
             records[listed.name] = record if known is None else join([known, record])
             moved.append(Transferred(file=listed.file, action="added"))
@@ -200,10 +183,7 @@ def export(
             try:
                 entries = _exports_of(name, data)
             except TilegenError as error:
-                reason = one_line(error)
-                moved.append(
-                    Transferred(file=source.address(name), action="refused", reason=reason)
-                )
+                moved.append(_refused(source.address(name), one_line(error)))
                 continue
             if entries:
                 lines += entries
@@ -224,7 +204,6 @@ def import_(file: Path, target: Location, *, dry_run: bool = False) -> Iterator[
     try:
         with file.open("rb") as lines:
             for number, line in enumerate(_lines(lines), start=1):
-                where = f"{file}, line {number}"
                 try:
                     if number == 1:
                         expected = _lines_of_export(line)
@@ -237,7 +216,7 @@ def import_(file: Path, target: Location, *, dry_run: bool = False) -> Iterator[
                             f"{error}"
                         ) from None
                     is_torn = not line.endswith(b"\n")
-                    yield Transferred(file=where, action="refused", reason=one_line(error))
+                    yield _refused(f"{file}, line {number}", one_line(error))
     except OSError as error:
         raise Unsupported(f"cannot read {str(file)!r}: {error.strerror}") from error
     if number < expected or is_torn:

@@ -6,7 +6,6 @@ trials, and the record. So a run may end at any moment, and the same command goe
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import re
@@ -20,13 +19,12 @@ from typing import Any
 from tilegen.choose.ranker import ranked_space
 from tilegen.device import ONE_THREAD
 from tilegen.disk import log
-from tilegen.environment import current
-from tilegen.errors import InvalidRecord, TilegenError, Unsupported
+from tilegen.errors import TilegenError, Unsupported
 from tilegen.kernels.config import TileConfig
 from tilegen.model.estimate import Candidate
-from tilegen.store import Location, TuningRecord, places, record_path
-from tilegen.store.election import conditions
-from tilegen.store.files import Locked, text_of
+from tilegen.store import TuningRecord, record_path
+from tilegen.store.election import conditions, own_findings
+from tilegen.store.files import Locked
 from tilegen.store.trials import Trial
 from tilegen.tuning.jobs import Job
 from tilegen.tuning.machine import Machine
@@ -223,14 +221,11 @@ def _tune(job: Job, machine: Machine, budget: Budget, outcome: Outcome) -> None:
 
 def _record_of(job: Job, trials: Mapping[TileConfig, Trial]) -> TuningRecord | None:
     """Return the finding of the local cache about these trials."""
-    own = Location(str(current().cache_dir), "own")
     path = record_path(job.gpu.name, job.kernel, job.problem, job.gpu.policy)
-    with contextlib.suppress(InvalidRecord):
-        data = places.peek(own, path)
-        for finding in () if data is None else TuningRecord.from_json(text_of(data)).findings:
-            same = all(getattr(job.conditions, k) == v for k, v in conditions(finding).items())
-            if same and finding.is_measured and finding.trials >= len(trials) > 0:
-                return finding
+    for finding in own_findings(path):
+        same = all(getattr(job.conditions, k) == v for k, v in conditions(finding).items())
+        if same and finding.is_measured and finding.trials >= len(trials) > 0:
+            return finding
     return None
 
 
