@@ -19,8 +19,8 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tests import interpreting
 from tests.pure.test_device import H200_DRIVER
+from tests.support import interpreting
 
 FILES_LEFT_OUT = {
     "test_bundles": "needs a driver that loads binaries",

@@ -22,8 +22,8 @@ from benchmarks.environment import Environment, start_over
 from benchmarks.providers import providers, varlen_window
 from benchmarks.run import with_tensors
 from benchmarks.workloads import CATALOGUE, HEAD, MASKED, Workload, head
-from tests.cases import PROBLEM, a_provider, a_row, a_workload
-from tests.problems import PROBLEMS
+from tests.benchmarks.cases import PROBLEM, a_provider, a_row, a_workload
+from tests.support.problems import PROBLEMS
 from tilegen.check.peers import flex, sdpa
 from tilegen.check.reference import dense_mask, torch_attention
 from tilegen.errors import Unsupported

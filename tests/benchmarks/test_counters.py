@@ -11,9 +11,9 @@ import pytest
 
 from benchmarks import counters, rows
 from benchmarks.summary import summarise
-from tests.cases import PROBLEM, a_workload
-from tests.records import H200
-from tests.result_files import own_columns
+from tests.benchmarks.cases import PROBLEM, a_workload
+from tests.benchmarks.result_files import own_columns
+from tests.support.records import H200
 from tilegen.choose.choice import Choice, Shortlist
 from tilegen.choose.ranker import estimate
 from tilegen.emit.render import render

@@ -11,7 +11,7 @@ import torch
 from benchmarks import cpu_decode
 from benchmarks.environment import RESULTS
 from benchmarks.rows import read
-from tests.compiled_once import compiled_once
+from tests.support.calls import compiled_once
 from tilegen.problem import AttentionProblem
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ from benchmarks import cpu_peers
 from benchmarks.cpu_peer_calls import PEERS, Call, Case, Peer
 from benchmarks.environment import RESULTS
 from benchmarks.rows import read
-from tests.compiled_once import compiled_once
+from tests.support.calls import compiled_once
 from tilegen.errors import Unsupported
 from tilegen.problem import AttentionProblem
 

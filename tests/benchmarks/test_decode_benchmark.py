@@ -17,7 +17,7 @@ from benchmarks import decode
 from benchmarks.check import check, make_inputs
 from benchmarks.providers import providers
 from benchmarks.run import Case
-from tests.result_files import own_columns
+from tests.benchmarks.result_files import own_columns
 from tilegen.errors import Unsupported
 from tilegen.problem import AttentionProblem
 from tilegen.tuning.measure import DeviceLost, Measurement

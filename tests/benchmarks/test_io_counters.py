@@ -15,8 +15,8 @@ from benchmarks.rows import append, read
 from benchmarks.study import experiments, verdicts
 from benchmarks.study.experiments import EXPERIMENTS, Case
 from benchmarks.summary import summarise
-from tests.clock import Clock
-from tests.tasks import tiled
+from tests.support.problems import tiled
+from tests.support.replay import Clock
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.panels import rows_for
 from tilegen.kernels.registry import KERNELS

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.trials import Judged, judge, read
-from tests.records import TASK
+from tests.support.records import TASK
 from tilegen.kernels.config import TileConfig
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"

@@ -20,8 +20,8 @@ from benchmarks.recordings import Recorder, Recording, Session, file_of, new_ses
 from benchmarks.rows import columns
 from benchmarks.rows import read as read_rows
 from benchmarks.tuner_quality import BUDGETS, QualityRow, order, quantile, regrets
-from tests.records import H200, timed
-from tests.used import used
+from tests.support.problems import used
+from tests.support.records import H200, timed
 from tilegen.errors import BuildFailed, InvalidRecord
 from tilegen.kernels.config import TileConfig
 from tilegen.model.resources import Resources

@@ -12,8 +12,8 @@ import pytest
 
 from benchmarks import tune
 from benchmarks.summary import summarise
-from tests.cases import PROBLEM, a_workload
-from tests.records import H200, record
+from tests.benchmarks.cases import PROBLEM, a_workload
+from tests.support.records import H200, record
 from tilegen.errors import NoRecord
 from tilegen.problem import AttentionProblem
 from tilegen.store import record_path, save

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from triton.backends.compiler import GPUTarget
 
-from tests.bundles import rank_small_tile
+from tests.support.bundles import rank_small_tile
 from tilegen.compiling.workers import Pool
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests import warm
-from tests.used import used
+from tests.support import warm
+from tests.support.problems import used
 from tilegen.bundles.building import BuiltKernel, generate
 from tilegen.bundles.folder import NOTES
 from tilegen.bundles.manifest import Manifest
@@ -99,7 +99,7 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:
 import os, signal, sys
 from functools import partial
 from pathlib import Path
-from tests.bundles import rank_small_tile
+from tests.support.bundles import rank_small_tile
 from tilegen.compiling.workers import Pool
 from tilegen.bundles import building
 from tilegen.bundles.building import generate

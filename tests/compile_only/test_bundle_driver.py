@@ -1,6 +1,6 @@
 """Bundles without Triton: example.cpp and NVIDIA's Python bindings launch a binary by its manifest.
 
-Both call the stand-in for the CUDA driver, tests/stand_in_cuda.c, which notes launches down.
+Both call the stand-in for the CUDA driver, support/stand_in_cuda.c, which notes launches down.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
     _need(shutil.which("cc"), "a C compiler, cc")
     folder = tmp_path_factory.mktemp("stand-in")
     library = folder / "libcuda.so.1"
-    source = ROOT / "tests" / "stand_in_cuda.c"
+    source = ROOT / "tests" / "support" / "stand_in_cuda.c"
     warnings = ["-Wall", "-Wextra", "-Werror"]  # prototypes must be those of cuda.h
     _run("cc", "-shared", "-fPIC", *warnings, "-I", _headers(), source, "-o", library)
     (folder / "libcuda.so").symlink_to(library)  # what -lcuda looks for

@@ -14,8 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import make_tensordesc_arg
 
 from benchmarks.stand_in import stand_in
-from tests.described import DESCRIBED
-from tests.tasks import tiled
+from tests.support.problems import DESCRIBED, tiled
 from tilegen.compiling.compiler import compile_for
 from tilegen.emit.kernel_files import load
 from tilegen.emit.render import render

@@ -8,7 +8,7 @@ import torch
 
 import tilegen
 from benchmarks.call_cost import as_on_a_gpu
-from tests import sliced
+from tests.support import sliced
 from tilegen.compiling.compiler import CompiledKernel
 from tilegen.compiling.workers import compile_many
 from tilegen.emit.render import render

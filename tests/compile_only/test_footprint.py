@@ -10,8 +10,8 @@ import pytest
 
 import benchmarks.calibrate_footprint as calibrate
 from benchmarks import quantile_fit
-from tests.settled import SLACK_BYTES, UNDER, is_close, usable
-from tests.tasks import tiled
+from tests.support.calls import SLACK_BYTES, UNDER, is_close, usable
+from tests.support.problems import tiled
 from tilegen.compiling.acceptable import FEWEST_REGISTERS
 from tilegen.compiling.compiler import compile_for
 from tilegen.emit.render import render

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import tilegen
 from tests.conftest import CheckGolden
-from tests.settled import usable
+from tests.support.calls import usable
 from tilegen.choose.choice import Shortlist
 from tilegen.choose.ranker import estimate, search_space, time_as_compiled
 from tilegen.cli.main import app

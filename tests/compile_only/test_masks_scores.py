@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests import sliced
+from tests.support import sliced
 from tilegen.compiling.compiler import CompiledKernel, compile_for
 from tilegen.compiling.workers import compile_many
 from tilegen.emit.identity import RenderedKernel

@@ -16,7 +16,7 @@ import torch
 import tilegen
 from benchmarks.call_cost import as_on_a_gpu
 from benchmarks.stand_in import StandInDriver
-from tests.taken import taking
+from tests.support.calls import taking
 from tilegen import pipeline
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.kernels.config import TileConfig

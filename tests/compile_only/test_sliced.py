@@ -12,8 +12,8 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from tests import sliced
-from tests.settled import settled
+from tests.support import sliced
+from tests.support.calls import settled
 from tilegen.compiling.acceptable import acceptable
 from tilegen.compiling.compiler import CompiledKernel
 from tilegen.compiling.workers import compile_many

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.records import H200, timed
+from tests.support.records import H200, timed
 from tilegen.choose.ranker import propose
 from tilegen.compiling.acceptable import why_not_spilled
 from tilegen.compiling.compiler import compile_for

@@ -7,7 +7,7 @@ from functools import reduce
 
 import pytest
 
-from tests.user_forms import MASKS, SCORES
+from tests.support.user_forms import MASKS, SCORES
 from tilegen.compiling.compiler import CompiledKernel
 from tilegen.compiling.workers import Pool, compile_many
 from tilegen.emit.identity import RenderedKernel

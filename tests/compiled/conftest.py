@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.compiled_once import compile_for, compiled_once
 from tests.conftest import seed
+from tests.support.calls import compile_for, compiled_once
 from tilegen import cpu
 from tilegen.bounded_cache import BoundedCache
 from tilegen.cpu import target

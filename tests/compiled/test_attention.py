@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 import tilegen
-from tests.gpu_road import gpu_road
+from tests.support.calls import gpu_road
 from tilegen import disk, pipeline
 from tilegen.bounded_cache import BoundedCache
 from tilegen.check.reference import attention_reference, make_inputs

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from benchmarks.study.counting import count
 from benchmarks.study.tiles import FAMILIES, configs_of, held_words
-from tests.least_traffic import least_bytes
+from tests.support.counted import least_bytes
 from tilegen.kernels.spec import Direction
 from tilegen.problem import AttentionProblem
 

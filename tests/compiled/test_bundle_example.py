@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cpu_bundles import RUNNABLE, needs_processor, write_cpu_bundle
+from tests.support.bundles import RUNNABLE, needs_processor, write_cpu_bundle
 from tilegen.cpu.processors import PROCESSORS
 
 SOURCE = Path(__file__).parents[2] / "tilegen" / "bundles" / "example_cpu.cpp"

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import tilegen
-from tests.bundles import StandIn, write_bundle
-from tests.gpu_road import gpu_road
+from tests.support.bundles import StandIn, write_bundle
+from tests.support.calls import gpu_road
 from tilegen import bundles
 from tilegen.bundles.manifest import Binary
 from tilegen.bundles.served import Bundle

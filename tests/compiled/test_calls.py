@@ -9,7 +9,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import tilegen
-from tests.misfits import BIASES, MASKS, SCORES, refused_by_attention
+from tests.support.inputs import BIASES, MASKS, SCORES, refused_by_attention
 from tilegen.check.reference import attention_reference
 from tilegen.errors import InvalidProblem
 from tilegen.masks import Mask

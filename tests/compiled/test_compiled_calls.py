@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch._dynamo
 
+from tests.support.traced import calls, gradients, qkv
 from tests.traced import test_compiled_pages
-from tests.traced_calls import calls, gradients, qkv
 
 CALLS, PAGED = calls(), test_compiled_pages.CALLS
 NAMES = (

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from tests.counted import moved_by
-from tests.problems import PROBLEMS
-from tests.tasks import tiled
+from tests.support.counted import moved_by
+from tests.support.problems import PROBLEMS, tiled
 from tilegen.check.reference import make_inputs
 from tilegen.emit.render import render
 from tilegen.kernels.config import Kernel, TileConfig

@@ -15,8 +15,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import tilegen
-from tests import warm
-from tests.cpu_bundles import RUNNABLE, needs_processor, write_cpu_bundle
+from tests.support import warm
+from tests.support.bundles import RUNNABLE, needs_processor, write_cpu_bundle
 from tilegen import bundles, cpu
 from tilegen.bundles import on_cpu
 from tilegen.bundles.manifest import MANIFEST, Manifest

@@ -9,9 +9,8 @@ import torch
 import tilegen
 from tests.compiled.mutations import Mutation, noticed
 from tests.compiled.test_counts import counted
-from tests.described import DESCRIBED, configs
-from tests.gpu_road import gpu_road
-from tests.tasks import tiled
+from tests.support.calls import gpu_road
+from tests.support.problems import DESCRIBED, configs, tiled
 from tilegen import cpu
 from tilegen.check.reference import Inputs, make_inputs
 from tilegen.check.verification import check, require, run, verify

@@ -15,7 +15,7 @@ from tests.differential.draw import draw
 from tests.differential.problems import PLAIN, Problem, parse
 from tests.differential.report import Line, append, read, summary
 from tests.differential.trial import attempt
-from tests.gpu_road import broken
+from tests.support.calls import broken
 from tilegen.kernels.config import Kernel
 
 SEED = 20

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import tilegen
-from tests.counted import counted, predicted
-from tests.splits import COMBINE
+from tests.support.counted import counted, predicted
+from tests.support.splits import COMBINE
 from tilegen import cpu
 from tilegen.check.reference import Inputs
 from tilegen.check.verification import judge_all, require

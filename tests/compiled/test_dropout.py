@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import tilegen
-from tests import sliced
-from tests.counted import counting_all
-from tests.score_inputs import MASKS, random
-from tests.tasks import tiled
+from tests.support import sliced
+from tests.support.counted import counting_all
+from tests.support.problems import tiled
+from tests.support.score_inputs import MASKS, random
 from tilegen.check.reference import Inputs, attention_reference, make_inputs
 from tilegen.check.verification import check, require, run, verify
 from tilegen.emit.render import render

@@ -8,12 +8,11 @@ import pytest
 import torch
 
 import tilegen
-from tests import engine_batches as batches
-from tests.engine_batches import QUERIES, Kept, Tokens
-from tests.engine_classes import sglang_classes
-from tests.engine_stand_ins import install
-from tests.sglang_latents import Latents
-from tests.vllm_latents import Latent, Prompts, merged
+from tests.support import engine_batches as batches
+from tests.support.engine_batches import QUERIES, Kept, Tokens
+from tests.support.engine_classes import sglang_classes
+from tests.support.engine_latents import Latent, Latents, Prompts, merged
+from tests.support.engine_stand_ins import install
 from tilegen.runtime import plans
 
 SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tilegen
-from tests.in_place import CASES, WAYS, given, inputs
+from tests.support.inputs import CASES, WAYS, given, inputs
 from tilegen.check.reference import attention_reference
 from tilegen.masks.tiles import tile_lists
 

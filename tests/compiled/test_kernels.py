@@ -9,8 +9,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import tilegen
-from tests.gpu_road import broken
-from tests.problems import PROBLEMS
+from tests.support.calls import broken
+from tests.support.problems import PROBLEMS
 from tilegen.check.reference import make_inputs
 from tilegen.check.verification import check, require, run, verify
 from tilegen.emit.identity import RenderedKernel

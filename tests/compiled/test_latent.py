@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import tilegen
-from tests.counted import counted, predicted
-from tests.splits import COMBINE
-from tests.tasks import tiled
+from tests.support.counted import counted, predicted
+from tests.support.problems import tiled
+from tests.support.splits import COMBINE
 from tilegen import cpu
 from tilegen.check.reference import attention_reference, make_inputs
 from tilegen.check.verification import check, require, verify

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.compiled.test_silent_errors import FAMILIES, problem
-from tests.splits import backward
+from tests.support.splits import backward
 from tilegen.check.reference import Inputs, make_inputs
 from tilegen.check.verification import run
 from tilegen.emit.render import render

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from tests import sliced
-from tests.mask_zoo import FORMS, ZOO, Case, dtype_of
+from tests.support import sliced
+from tests.support.mask_zoo import FORMS, ZOO, Case, dtype_of
 from tilegen.check.reference import make_inputs
 from tilegen.check.verification import check, require
 from tilegen.emit.render import render

@@ -8,8 +8,8 @@ from functools import cache
 import pytest
 import torch
 
-from tests import sliced, splits
 from tests.compiled.mutations import CHANGED, MUTATIONS, Mutation, noticed
+from tests.support import sliced, splits
 from tilegen.check.reference import Inputs, make_inputs
 from tilegen.check.verification import check, require
 from tilegen.emit.identity import RenderedKernel

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests import score_inputs
 from tests.compiled.test_score_gradients import TRAINED
-from tests.counted import counting
-from tests.splits import backward
-from tests.tasks import tiled
+from tests.support import score_inputs
+from tests.support.counted import counting
+from tests.support.problems import tiled
+from tests.support.splits import backward
 from tilegen.check.reference import Inputs, make_inputs
 from tilegen.check.verification import check, launch_of, require, verify
 from tilegen.emit.render import render

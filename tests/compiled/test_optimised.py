@@ -7,8 +7,9 @@ from collections.abc import Mapping
 
 import pytest
 
-from tests import described, sliced
-from tests.splits import ALL, backward
+from tests.support import problems as described
+from tests.support import sliced
+from tests.support.splits import ALL, backward
 from tilegen.check.verification import require, verify
 from tilegen.cpu import target
 from tilegen.kernels.config import Kernel, TileConfig

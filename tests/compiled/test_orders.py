@@ -11,9 +11,9 @@ from itertools import cycle
 import pytest
 import torch
 
-from tests import sliced
 from tests.compiler.runs import TARGETS, WIDE
-from tests.score_inputs import HEADS, SINKS, random
+from tests.support import sliced
+from tests.support.score_inputs import HEADS, SINKS, random
 from tilegen.check.reference import make_inputs
 from tilegen.check.verification import check, require, run
 from tilegen.cpu import target

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import tilegen
-from tests.counted import counted, predicted
-from tests.splits import COMBINE
+from tests.support.counted import counted, predicted
+from tests.support.splits import COMBINE
 from tilegen.check.reference import attention_reference
 from tilegen.check.verification import require, verify
 from tilegen.choose import ranker

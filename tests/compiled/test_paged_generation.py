@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.paged_generation import Decoder, dense, served, served_by_trees
+from tests.support.models import Decoder, dense, served, served_by_trees
 
 PROMPTS = [[*range(1, 20)], [20, 5, 3], [7]]
 

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 import tilegen
-from tests import sliced
-from tests.gpu_road import gpu_road
-from tests.score_inputs import BATCH, HEADS, INF, MASKS, SINKS, SLOPES, random
-from tests.taken import taking
+from tests.support import sliced
+from tests.support.calls import gpu_road, taking
+from tests.support.score_inputs import BATCH, HEADS, INF, MASKS, SINKS, SLOPES, random
 from tilegen import pipeline
 from tilegen.check.reference import attention_reference, make_inputs
 from tilegen.check.rounding import rounding_floors

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import tilegen
-from tests import expression_trees, sliced
-from tests.score_inputs import BATCH, HEADS, INF, MASKS, SINKS, SLOPES, random
+from tests.support import expression_trees, sliced
+from tests.support.score_inputs import BATCH, HEADS, INF, MASKS, SINKS, SLOPES, random
 from tilegen.check.reference import attention_reference, make_inputs
 from tilegen.check.verification import check, require
 from tilegen.emit.render import render

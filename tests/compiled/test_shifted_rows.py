@@ -13,10 +13,10 @@ import torch
 
 import tilegen
 from tests.compiled.test_scores import FAMILIES
-from tests.counted import counting_all
-from tests.shifted_rows import COLUMNS, DIM, ROWS, SHIFTS, expected, shifted_bias
-from tests.splits import backward
-from tests.tasks import tiled
+from tests.support.counted import counting_all
+from tests.support.inputs import COLUMNS, DIM, ROWS, SHIFTS, expected, shifted_bias
+from tests.support.problems import tiled
+from tests.support.splits import backward
 from tilegen.check.reference import Inputs, make_inputs
 from tilegen.check.verification import run
 from tilegen.emit.render import render

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import tilegen
-from tests.mask_zoo import Judged
+from tests.support.mask_zoo import Judged
 from tilegen.check.reference import attention_reference, dense_mask, make_inputs
 from tilegen.check.verification import check, require, run
 from tilegen.emit.render import render

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests import sliced
-from tests.counted import counting_all
-from tests.problems import PROBLEMS
-from tests.tasks import tiled
+from tests.support import sliced
+from tests.support.counted import counting_all
+from tests.support.problems import PROBLEMS, tiled
 from tilegen.check.reference import make_inputs
 from tilegen.check.verification import check, require, run, verify
 from tilegen.emit.render import render

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests import score_inputs
 from tests.compiled.test_scores import SCORES, made_from
-from tests.counted import counting
-from tests.mask_zoo import FORMS, Case
-from tests.splits import backward
-from tests.tasks import tiled
+from tests.support import score_inputs
+from tests.support.counted import counting
+from tests.support.mask_zoo import FORMS, Case
+from tests.support.problems import tiled
+from tests.support.splits import backward
 from tilegen.check.reference import Inputs, make_inputs
 from tilegen.check.verification import check, require, run, verify
 from tilegen.emit.render import render

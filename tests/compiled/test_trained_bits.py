@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tilegen
-from tests.score_inputs import random
+from tests.support.score_inputs import random
 from tilegen.masks import causal
 from tilegen.masks.score import alibi, bias, relative_bias, temperature
 

@@ -11,7 +11,7 @@ REASON = "needs the package transformers (pip install 'tilegen[integrations]')"
 transformers = pytest.importorskip("transformers", reason=REASON)
 
 import tilegen.integrations.transformers  # noqa: E402, F401
-from tests.tiny_models import DECODERS, inputs  # noqa: E402
+from tests.support.models import DECODERS, inputs  # noqa: E402
 
 TOLERANCE = 512 * torch.finfo(torch.float32).eps
 """Of the largest number in a result: two layers of sums in fp32, in two orders each."""

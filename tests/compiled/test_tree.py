@@ -11,9 +11,9 @@ import torch
 
 import tilegen
 from tests.compiled.test_paged import configs, expected_of
-from tests.counted import counted, counting, predicted
-from tests.splits import NAMES, splits
-from tests.tasks import tiled
+from tests.support.counted import counted, counting, predicted
+from tests.support.problems import tiled
+from tests.support.splits import NAMES, splits
 from tilegen.check.reference import make_inputs
 from tilegen.check.verification import require, verify
 from tilegen.cpu.reports import CountedTraffic

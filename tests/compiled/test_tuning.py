@@ -12,7 +12,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 import tilegen
-from tests.records import timed
+from tests.support.records import timed
 from tilegen import api, pipeline
 from tilegen.choose import on_cpu
 from tilegen.cli.demo import demonstrate

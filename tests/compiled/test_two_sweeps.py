@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.counted import moved_by
-from tests.tasks import tiled
+from tests.support.counted import moved_by
+from tests.support.problems import tiled
 from tests.two_sweeps import FWD_TWO_SWEEPS, registered
 from tilegen import gpu
 from tilegen.check.reference import make_inputs

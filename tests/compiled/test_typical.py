@@ -13,8 +13,8 @@ import torch
 
 import tilegen
 from tests.compiled.test_scores import FAMILIES, SCORES, made_from
-from tests.gpu_road import gpu_road
-from tests.score_inputs import HEADS, SLOPES, random
+from tests.support.calls import gpu_road
+from tests.support.score_inputs import HEADS, SLOPES, random
 from tilegen import pipeline
 from tilegen.check.reference import make_inputs
 from tilegen.check.verification import require, verify

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import tilegen
-from tests.mask_zoo import Judged
-from tests.user_forms import BATCH, HEADS, MASKS, SCORES, SEQLEN_KV, SEQLEN_Q, pairs
+from tests.support.mask_zoo import Judged
+from tests.support.user_forms import BATCH, HEADS, MASKS, SCORES, SEQLEN_KV, SEQLEN_Q, pairs
 from tilegen.check.reference import attention_reference, dense_mask, make_inputs
 from tilegen.check.verification import check, require
 from tilegen.emit.render import render

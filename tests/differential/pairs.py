@@ -22,7 +22,7 @@ from rich.progress import track
 from torch.nn.attention.flex_attention import create_mask
 
 import tilegen
-from tests.tile_classes import brute_force, found_classes
+from tests.support.tiles import brute_force, found_classes
 from tilegen.errors import Unsupported
 from tilegen.masks.language.evaluation import evaluate
 

@@ -21,7 +21,7 @@ import tilegen
 from tests.differential import oracle
 from tests.differential.problems import Layout, Problem
 from tests.differential.requests import Packing, attend_pages, attend_varlen, inside, only
-from tests.gpu_road import gpu_road
+from tests.support.calls import gpu_road
 from tilegen import pipeline
 from tilegen.check.reference import TORCH_DTYPES, Inputs, make_inputs
 from tilegen.check.verification import judge

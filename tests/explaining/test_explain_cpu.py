@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 import tilegen
-from tests.records import timed
+from tests.support.records import timed
 from tilegen.choose import on_cpu
 from tilegen.choose.families import kernels_of
 from tilegen.cli.main import app

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.explaining.test_explain import DIRECTIONS, H200, LARGE, SMALL, parse, run
-from tests.tasks import task
+from tests.support.problems import task
 from tilegen.choose.families import kernels_of
 from tilegen.choose.ranker import propose
 from tilegen.errors import Unsupported

@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 
-from tests.tasks import task
+from tests.support.problems import task
 from tilegen.model.visits import visits_of
 
 pytest.importorskip("greenlet", reason="greenlet, which runs partitions in the memory model")

@@ -11,7 +11,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from tests.tasks import task
+from tests.support.problems import task
 from tilegen.model.visits import visits_of
 
 pytest.importorskip("greenlet", reason="greenlet, which runs partitions in the memory model")

@@ -12,7 +12,7 @@ from benchmarks import decode, io_counters, rows, run
 from benchmarks.providers import providers
 from benchmarks.study import experiments
 from benchmarks.workloads import Workload
-from tests.sizes import sized
+from tests.support.problems import sized
 from tilegen.gpus.spec import GpuSpec, detect
 from tilegen.problem import AttentionProblem
 

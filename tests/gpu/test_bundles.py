@@ -13,8 +13,8 @@ import torch
 
 import tilegen
 from benchmarks.check import check, make_inputs
-from tests.problems import PROBLEMS
-from tests.taken import taking
+from tests.support.calls import taking
+from tests.support.problems import PROBLEMS
 from tilegen import bundles, pipeline
 from tilegen.bundles.building import generate
 from tilegen.bundles.served import Bundle

@@ -9,7 +9,7 @@ import torch
 import torch._dynamo
 
 import tilegen
-from tests.sizes import sized
+from tests.support.problems import sized
 
 HEADS, ROWS = sized((8, 200), rehearsed=(2, 80))
 

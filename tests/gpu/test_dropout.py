@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tilegen
-from tests.sizes import sized
+from tests.support.problems import sized
 from tilegen.check.reference import attention_reference
 from tilegen.check.verification import require, verify
 from tilegen.choose.ranker import propose

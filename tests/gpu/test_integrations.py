@@ -13,7 +13,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention as of_torch
 
 import tilegen
-from tests.sizes import sized
+from tests.support.problems import sized
 from tilegen.integrations import flash_backend, sdpa
 from tilegen.integrations.flash_attn import flash_attn_func
 

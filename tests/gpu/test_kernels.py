@@ -14,9 +14,7 @@ from benchmarks import rows, run
 from benchmarks.check import check, make_inputs
 from benchmarks.providers import providers
 from benchmarks.workloads import Workload
-from tests.described import configs
-from tests.problems import PROBLEMS
-from tests.sizes import sized
+from tests.support.problems import PROBLEMS, configs, sized
 from tilegen.check import verification
 from tilegen.check.reference import Inputs
 from tilegen.check.reference import make_inputs as make_strided_inputs

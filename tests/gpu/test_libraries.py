@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tilegen
-from tests.records import place, record
+from tests.support.records import place, record
 from tilegen.check import verification
 from tilegen.check.reference import make_inputs
 from tilegen.choose.libraries import why_not

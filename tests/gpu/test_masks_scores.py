@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import tilegen
-from tests.mask_zoo import BATCH, HEADS, ZOO, Case
-from tests.sizes import sized
+from tests.support.mask_zoo import BATCH, HEADS, ZOO, Case
+from tests.support.problems import sized
 from tilegen.check.reference import attention_reference, make_inputs
 from tilegen.check.rounding import rounding_floors
 from tilegen.check.verification import check, judge, require

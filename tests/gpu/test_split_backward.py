@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.splits import backward
+from tests.support.splits import backward
 from tilegen.check.reference import make_inputs
 from tilegen.check.verification import require, run, verify
 from tilegen.emit.render import render

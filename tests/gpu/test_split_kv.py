@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import tilegen
-from tests.sizes import sized
-from tests.splits import splits
+from tests.support.problems import sized
+from tests.support.splits import splits
 from tilegen.check.verification import require, verify
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import plans

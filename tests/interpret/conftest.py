@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests import interpreting
+from tests.support import interpreting
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -13,7 +13,7 @@ import torch
 REASON = "needs the package kernels (pip install 'tilegen[integrations]')"
 kernels = pytest.importorskip("kernels", reason=REASON)
 
-from tests.bundles import write_bundle  # noqa: E402
+from tests.support.bundles import write_bundle  # noqa: E402
 from tilegen.check.reference import attention_reference  # noqa: E402
 from tilegen.errors import InvalidProblem, Unsupported  # noqa: E402
 from tilegen.gpus.spec import gpu  # noqa: E402

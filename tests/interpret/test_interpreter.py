@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 import triton.runtime.interpreter as triton_interpreter
 
-from tests import interpreting
+from tests.support import interpreting
 from tilegen.check.reference import make_inputs
 from tilegen.check.verification import run
 from tilegen.emit.identity import RenderedKernel
@@ -24,8 +24,8 @@ from tilegen.problem import AttentionProblem
 # In a process of its own: the tests of this folder have it left out from the start.
 COMPARE = """
 import torch
-from tests.problems import PROBLEMS
-from tests import interpreting
+from tests.support.problems import PROBLEMS
+from tests.support import interpreting
 from tilegen.kernels.config import TileConfig
 from tilegen.kernels.registry import LARGE_CACHE
 from tilegen.problem import AttentionProblem

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests import described, interpreting, sliced, splits
 from tests.compiled.test_scores import SCORES, made_from
 from tests.compiled.test_shifted_rows import BEFORE
-from tests.score_inputs import BATCH, HEADS, MASKS
-from tests.tasks import tiled
+from tests.support import interpreting, sliced, splits
+from tests.support import problems as described
+from tests.support.problems import tiled
+from tests.support.score_inputs import BATCH, HEADS, MASKS
 from tilegen.check.reference import make_inputs
 from tilegen.check.verification import check, require, verify
 from tilegen.emit.kernel_files import load

@@ -19,11 +19,10 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.recordings import Recorder, new_session
-from tests import warm
-from tests.clock import Clock
-from tests.ray_nodes import lines_of
-from tests.records import H200, PROBLEM
-from tests.replay import Replay
+from tests.programs.ray_nodes import lines_of
+from tests.support import warm
+from tests.support.records import H200, PROBLEM
+from tests.support.replay import Clock, Replay
 from tilegen.cli import tuning as command
 from tilegen.cli.main import app
 from tilegen.errors import TilegenError, Unsupported

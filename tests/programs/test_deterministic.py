@@ -9,8 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from tests import warm
-from tests.records import A100, H200, PROBLEM, RECORD, TASK, UNMEASURED, own, place, record, timed
+from tests.support import warm
+from tests.support.records import (
+    A100,
+    H200,
+    PROBLEM,
+    RECORD,
+    TASK,
+    UNMEASURED,
+    own,
+    place,
+    record,
+    timed,
+)
 from tilegen import pipeline
 from tilegen.calls import ranks
 from tilegen.choose import records

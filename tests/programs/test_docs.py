@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 
 import tilegen
 from benchmarks import recordings
-from tests import warm
 from tests.pure.test_bundle_launch import CONFIGS
 from tests.pure.test_cli import COMMANDS
+from tests.support import warm
 from tilegen import environment, resources
 from tilegen.bundles.manifest import Binary, Served
 from tilegen.cli.main import app

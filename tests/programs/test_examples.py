@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import warm
 from tests.pure.test_cli import failing, run
+from tests.support import warm
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "tilegen" / "examples"

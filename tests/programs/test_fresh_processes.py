@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tests import interpreting, warm
+from tests.support import interpreting, warm
 from tilegen.check.verification import require, verify
 from tilegen.cli.main import app
 from tilegen.kernels.config import TileConfig

@@ -16,7 +16,7 @@ import pytest
 from benchmarks import gpu_check, rows
 from benchmarks.parts import Outcome
 from benchmarks.summary import summarise
-from tests.cases import a_part, a_row
+from tests.benchmarks.cases import a_part, a_row
 
 
 def test_gather_writes_the_summary_after_every_part(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests import warm
+from tests.support import warm
 
 BUSY = """
 import os, signal, sys, threading, time

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.parts import ENDING, Part, run_part, run_parts
 from benchmarks.summary import summarise
-from tests.cases import a_part
+from tests.benchmarks.cases import a_part
 
 HANGS = "import time; print('started', flush=True); time.sleep(600)"
 # Ignores the polite signals, and has a child that would outlive it and keep the pipe open.

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.recordings import Recorder, new_session
-from tests.ray_nodes import Nodes, lines_of, needs_ray
-from tests.records import H200, PROBLEM
-from tests.replay import Replay
+from tests.programs.ray_nodes import Nodes, lines_of, needs_ray
+from tests.support.records import H200, PROBLEM
+from tests.support.replay import Replay
 from tilegen.kernels.config import TileConfig
 from tilegen.store import TuningRecord
 from tilegen.store.trials import Trial

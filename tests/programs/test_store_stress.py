@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests import warm
-from tests.servers import s3_server
-from tests.store_stress import KEYS, finding
+from tests.programs.store_stress import KEYS, finding
+from tests.support import warm
+from tests.support.servers import s3_server
 from tilegen.store import Location, list_records, places, record_path
 from tilegen.store.election import join
 from tilegen.store.trials import trials_path
@@ -45,7 +45,7 @@ def test_killed_writers_lose_nothing(
     steps, processes = (4, 32) if kind == "network folder" else (3, 16)
     where = f"{url!r}, Path({str(tmp_path / 'logs')!r})"
     said = warm.output(
-        "from pathlib import Path\nfrom tests.store_stress import main\n"
+        "from pathlib import Path\nfrom tests.programs.store_stress import main\n"
         f"main({where}, steps={steps}, processes={processes})"
     )
     told: dict[str, Any] = json.loads(said)

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests import warm
+from tests.support import warm
 
 SAYS = """
 import os, sys

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import warm
+from tests.support import warm
 from tilegen import cpu
 
 CALL = """

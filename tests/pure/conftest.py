@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.libraries import BACKWARD, FORWARD, PROBLEM, SPEC
-from tests.records import place, record
+from tests.support.libraries import BACKWARD, FORWARD, PROBLEM, SPEC
+from tests.support.records import place, record
 from tilegen.disk import say_once
 from tilegen.kernels.config import TileConfig
 from tilegen.store import current_versions, remote

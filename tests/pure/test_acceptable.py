@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.used import STEP, used
+from tests.support.problems import STEP, used
 from tilegen import pipeline
 from tilegen.choose.choice import Shortlist
 from tilegen.choose.ranker import by_lower_bound, propose, time_as_compiled

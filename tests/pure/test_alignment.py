@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tilegen
-from tests.taken import taking
+from tests.support.calls import taking
 from tilegen import cpu, pipeline
 from tilegen.emit.identity import RenderedKernel, is_aligned, rows_are_aligned
 from tilegen.errors import InvalidProblem
@@ -36,7 +36,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
     asked = Seen([], [])
 
     def launch_of(kernel: str) -> Any:
-        def launch(*tensors: Any) -> Any:
+        def launch(*tensors: Any, **_: Any) -> Any:
             first = tensors[0]
             rows = torch.zeros(first.shape[:3])
             if kernel == "fwd":

@@ -13,8 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 import tilegen
-from tests.records import H200
-from tests.replay import SMALL, Replay
+from tests.support.records import H200
+from tests.support.replay import SMALL, Replay
 from tilegen import pipeline
 from tilegen.check.verification import Check
 from tilegen.choose.families import kernels_of

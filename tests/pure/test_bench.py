@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.records import H200, PROBLEM
+from tests.support.records import H200, PROBLEM
 from tilegen.check import verification
 from tilegen.check.sizes import reduced
 from tilegen.check.verification import Check

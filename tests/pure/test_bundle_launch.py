@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import tilegen
-from tests import sliced, splits
-from tests.bundles import StandIn, not_compiled
+from tests.support import sliced, splits
+from tests.support.bundles import StandIn, not_compiled
 from tilegen.bundles.launching import Packed
 from tilegen.emit import kernel_files
 from tilegen.emit.identity import RenderedKernel

@@ -12,8 +12,8 @@ import torch
 from typer.testing import CliRunner
 
 import tilegen
-from tests import warm
-from tests.bundles import PROBLEMS, copy, write_bundle
+from tests.support import warm
+from tests.support.bundles import PROBLEMS, copy, write_bundle
 from tilegen import bundles, cpu
 from tilegen.bundles.folder import NOTES, Folder
 from tilegen.bundles.manifest import MANIFEST, Manifest
@@ -288,7 +288,7 @@ import sys
 from pathlib import Path
 import torch
 import tilegen
-from tests.bundles import StandIn
+from tests.support.bundles import StandIn
 from tilegen import cpu
 from tilegen.bundles.served import Bundle
 from tilegen.gpus.spec import gpu

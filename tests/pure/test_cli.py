@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 import tilegen
-from tests.records import RECORD
+from tests.support.records import RECORD
 from tilegen import pipeline
 from tilegen.check.verification import Check
 from tilegen.choose.families import kernels_of

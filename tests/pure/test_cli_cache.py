@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.pure.test_store_trials import lines_of
-from tests.records import PROBLEM, RECORD, own, place, record
+from tests.support.records import PROBLEM, RECORD, own, place, record
 from tilegen.cli import main
 from tilegen.cpus.host import current_cpu
 from tilegen.errors import NoRecord

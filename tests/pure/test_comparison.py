@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests import user_forms
+from tests.support import user_forms
 from tilegen.check.reference import dense_mask
 from tilegen.masks import parse_mask, predicate
 from tilegen.masks.comparison import MATCHED, ORDERED

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 import tilegen
-from tests.records import H200, PROBLEM, TASK, own, place, record, timed
+from tests.support.records import H200, PROBLEM, TASK, own, place, record, timed
 from tests.used import used
 from tilegen.cli.main import app
 from tilegen.emit.identity import template_digest

@@ -11,9 +11,8 @@ import torch
 
 import tilegen
 from tests.conftest import CheckGolden
-from tests.described import DESCRIBED
-from tests.records import RECORD, timed
-from tests.tasks import tiled
+from tests.support.problems import DESCRIBED, tiled
+from tests.support.records import RECORD, timed
 from tilegen import cpu, pipeline
 from tilegen.bundles import building
 from tilegen.choose.choice import Choice, Shortlist

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.records import PROBLEM, timed
+from tests.support.records import PROBLEM, timed
 from tilegen import api
 from tilegen.cpus.host import current_cpu
 from tilegen.cpus.spec import cpu

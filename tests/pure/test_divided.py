@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 
 import tilegen
-from tests.tasks import task, tiled
+from tests.support.problems import task, tiled
 from tilegen.choose.ranker import best_of, estimate, propose
 from tilegen.choose.search_space import MOST_LEFT, all_configs
 from tilegen.explaining.explained import explain

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import sympy as sp
 
-from tests.tasks import tiled
+from tests.support.problems import tiled
 from tilegen.errors import Unsupported
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import TileConfig

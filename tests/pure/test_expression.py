@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.expression_trees import KINDS, condition, score, t0, t1, t2
+from tests.support.expression_trees import KINDS, condition, score, t0, t1, t2
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.masks import score as scores
 from tilegen.masks.language.algebra import (

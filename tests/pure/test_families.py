@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from tests import splits
+from tests.support import splits
 from tilegen.choose import families
 from tilegen.choose.families import CLEARLY_FASTER, family, kernels_of, ranked_families
 from tilegen.errors import Unsupported

@@ -13,7 +13,7 @@ from torch.nn.attention import (
 )
 
 import tilegen
-from tests import warm
+from tests.support import warm
 from tilegen.integrations import flash_backend
 
 pytestmark = pytest.mark.oldest

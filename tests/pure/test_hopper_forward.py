@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.records import RECORD, timed
-from tests.tasks import task
+from tests.support.problems import task
+from tests.support.records import RECORD, timed
 from tilegen import api, pipeline
 from tilegen.check import in_child
 from tilegen.choose.families import families_used, ranked_families, why_not_ranked

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tests.bundles import PROBLEMS, copy, write_bundle
+from tests.support.bundles import PROBLEMS, copy, write_bundle
 from tilegen import bundles
 from tilegen.bundles.manifest import MANIFEST
 from tilegen.bundles.served import Bundle, load_bundle

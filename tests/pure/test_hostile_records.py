@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.records import RECORD, TASK, folder_of, own, place, record
+from tests.support.records import RECORD, TASK, folder_of, own, place, record
 from tilegen.disk import say_once
 from tilegen.errors import InvalidRecord
 from tilegen.store import Location, TuningRecord, files, list_records, look_up, places, save, why

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import tilegen
-from tests.in_place import CASES, WAYS, given, inputs
-from tests.listed_masks import SAME_DOCUMENT, shape_of
+from tests.support.inputs import CASES, WAYS, given, inputs
+from tests.support.tiles import SAME_DOCUMENT, shape_of
 from tilegen.check.reference import attention_reference, dense_mask
 from tilegen.errors import InvalidProblem
 from tilegen.masks import predicate

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.records import record
+from tests.support.records import record
 from tilegen.errors import Unsupported
 from tilegen.kernels.config import TileConfig
 from tilegen.tuning import in_turns

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.expression_trees import integer, t1
+from tests.support.expression_trees import integer, t1
 from tilegen.masks.language.algebra import as_expr, cast, where
 from tilegen.masks.language.bounds import LARGEST, Interval, Ranges, bounded, limits
 from tilegen.masks.language.elements import BOUNDS

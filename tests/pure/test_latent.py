@@ -9,7 +9,7 @@ import torch
 
 import tilegen
 from tests.conftest import CheckGolden
-from tests.tasks import task, tiled
+from tests.support.problems import task, tiled
 from tilegen.choose.families import family, kernels_of, passes_of
 from tilegen.choose.ranker import estimate, propose
 from tilegen.choose.search_space import all_configs

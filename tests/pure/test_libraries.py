@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.providers import providers
-from tests.libraries import BACKWARD, PROBLEM, SPEC, save_time, used
-from tests.records import UNMEASURED, record, timed
+from tests.support.libraries import BACKWARD, PROBLEM, SPEC, save_time, used
+from tests.support.records import UNMEASURED, record, timed
 from tilegen import api
 from tilegen.choose.libraries import faster_library, why_not
 from tilegen.choose.records import Records

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilegen
 from benchmarks.call_cost import as_on_a_gpu
-from tests.libraries import PROBLEM, save_time
+from tests.support.libraries import PROBLEM, save_time
 from tilegen.check.reference import attention_reference, make_inputs
 from tilegen.integrations import flash_backend
 from tilegen.kernels.registry import FAMILIES, KERNELS, LARGE_CACHE

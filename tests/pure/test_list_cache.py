@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.listed_masks import SAME_DOCUMENT, shape_of
+from tests.support.tiles import SAME_DOCUMENT, shape_of
 from tilegen.errors import Unsupported
 from tilegen.masks import snapshots
 from tilegen.masks.form import TiledShape

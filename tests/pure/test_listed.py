@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tilegen
-from tests.mask_zoo import ZOO, Case
+from tests.support.mask_zoo import ZOO, Case
 from tilegen.masks import Mask
 from tilegen.masks.form import Shape, TiledShape
 from tilegen.masks.mask import Side

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.tasks import tiled
+from tests.support.problems import tiled
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.model.footprint import footprint
 from tilegen.model.lists_and_tables import lists_and_tables

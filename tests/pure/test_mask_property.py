@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from tests.tile_classes import brute_force, found_classes
+from tests.support.tiles import brute_force, found_classes
 from tilegen.masks import (
     Mask,
     Table,

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tests.conftest import seed
-from tests.mask_zoo import BATCH, HEADS, ZOO, Case
-from tests.tile_classes import brute_force, found_classes
+from tests.support.mask_zoo import BATCH, HEADS, ZOO, Case
+from tests.support.tiles import brute_force, found_classes
 from tilegen.check.reference import dense_mask
 
 TILES = [(16, 32), (64, 8), (8, 8), (32, 16)]

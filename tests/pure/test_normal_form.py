@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 import tilegen
 from benchmarks.workloads import MASKED
-from tests.bundles import write_bundle
-from tests.records import record
-from tests.replay import SMALL, Replay, ranking
+from tests.support.bundles import write_bundle
+from tests.support.records import record
+from tests.support.replay import SMALL, Replay, ranking
 from tilegen.bundles.manifest import MANIFEST, Manifest
 from tilegen.choose.families import kernels_of
 from tilegen.choose.ranker import estimate, propose, search_space

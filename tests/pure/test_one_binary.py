@@ -17,11 +17,11 @@ from benchmarks import exhaustive, rows, run, tuner_quality
 from benchmarks.check import Verdict
 from benchmarks.recordings import Recorder, file_of, new_session, read
 from benchmarks.summary import summarise
-from tests.cases import a_provider, a_row, a_workload
-from tests.records import H200, PROBLEM, RECORD, record, timed
-from tests.replay import SMALL, Replay, trial_file
-from tests.replay import run as tune_replay
-from tests.used import used
+from tests.benchmarks.cases import a_provider, a_row, a_workload
+from tests.support.problems import used
+from tests.support.records import H200, PROBLEM, RECORD, record, timed
+from tests.support.replay import SMALL, Replay, trial_file
+from tests.support.replay import run as tune_replay
 from tilegen.errors import InvalidRecord, Unsupported
 from tilegen.kernels.config import TileConfig
 from tilegen.problem import AttentionProblem

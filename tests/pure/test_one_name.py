@@ -11,7 +11,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 import tilegen
-from tests.mask_zoo import ZOO
+from tests.support.mask_zoo import ZOO
 from tilegen.masks import (
     Mask,
     causal,

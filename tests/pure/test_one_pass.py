@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.conftest import CheckGolden
-from tests.records import H200
-from tests.tasks import tiled
+from tests.support.problems import tiled
+from tests.support.records import H200
 from tilegen.choose.families import (
     family,
     kernels_of,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests import splits
+from tests.support import splits
 from tilegen.check.reference import dense_mask
 from tilegen.emit.identity import kernel_digest
 from tilegen.emit.render import render

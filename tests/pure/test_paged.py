@@ -11,8 +11,8 @@ import torch
 
 import tilegen
 from tests.conftest import CheckGolden
-from tests.paged_generation import Decoder, served
-from tests.paged_generation import dense as dense_tokens
+from tests.support.models import Decoder, served
+from tests.support.models import dense as dense_tokens
 from tilegen import pipeline
 from tilegen.choose.families import kernels_of
 from tilegen.choose.ranker import invariant_config

@@ -8,8 +8,8 @@ from collections import Counter
 
 import pytest
 
-from tests.records import H200, PROBLEM, record
-from tests.replay import candidate, said
+from tests.support.records import H200, PROBLEM, record
+from tests.support.replay import candidate, said
 from tilegen.choose.ranker import search_space
 from tilegen.errors import InvalidRecord
 from tilegen.kernels.config import TileConfig

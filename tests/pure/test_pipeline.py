@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import tilegen
-from tests import warm
-from tests.bundles import write_bundle
-from tests.records import RECORD, timed
+from tests.support import warm
+from tests.support.bundles import write_bundle
+from tests.support.records import RECORD, timed
 from tilegen import pipeline
 from tilegen.bundles.manifest import MANIFEST, Manifest
 from tilegen.calls import ranks

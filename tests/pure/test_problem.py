@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.problems import PROBLEMS
+from tests.support.problems import PROBLEMS
 from tilegen.errors import InvalidProblem, TilegenError, Unsupported
 from tilegen.masks import Mask, causal, full, intersect, parse_mask, sliding_window
 from tilegen.problem import MAX_LENGTH, AttentionProblem

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import tilegen
-from tests.tasks import task, tiled
+from tests.support.problems import task, tiled
 from tilegen.choose.ranker import by_lower_bound, estimate, propose, search_space
 from tilegen.choose.search_space import all_configs
 from tilegen.cli.candidates import table

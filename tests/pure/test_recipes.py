@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 from typer.testing import CliRunner
 
-from tests.bundles import as_if_compiled
+from tests.support.bundles import as_if_compiled
 from tilegen.cli.main import app
 from tilegen.compiling.workers import Pool
 

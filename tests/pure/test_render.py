@@ -11,10 +11,9 @@ from pathlib import Path
 import jinja2.meta
 import pytest
 
-from tests import sliced
 from tests.conftest import CheckGolden
-from tests.described import DESCRIBED
-from tests.problems import PROBLEMS
+from tests.support import sliced
+from tests.support.problems import DESCRIBED, PROBLEMS
 from tilegen import resources
 from tilegen.bounded_cache import BoundedCache
 from tilegen.emit import identity, kernel_files

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import tilegen
-from tests import sliced, splits
 from tests.conftest import CheckGolden
+from tests.support import sliced, splits
 from tilegen.emit.render import RenderedKernel, render
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import KERNELS, LARGE_CACHE, smallest_config

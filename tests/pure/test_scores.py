@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tilegen
-from tests import expression_trees
-from tests.expression_trees import (
+from tests.support import expression_trees
+from tests.support.expression_trees import (
     B_IDX,
     BATCH,
     H_IDX,

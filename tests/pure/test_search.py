@@ -7,7 +7,7 @@ from typing import Any
 import optuna
 import pytest
 
-from tests.replay import Replay
+from tests.support.replay import Replay
 from tilegen.kernels.config import TileConfig
 from tilegen.tuning.search import MAX_MISSES, Search
 

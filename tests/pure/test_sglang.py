@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine_batches import (
+from tests.support.engine_batches import (
     QUERIES,
     Kept,
     Pool,
@@ -25,9 +25,9 @@ from tests.engine_batches import (
     sglang_runner,
     speculation,
 )
-from tests.engine_classes import FORMS, fill_captured, sglang_classes
-from tests.engine_contracts import methods, parameters, recorded
-from tests.engine_stand_ins import install
+from tests.support.engine_classes import FORMS, fill_captured, sglang_classes
+from tests.support.engine_contracts import methods, parameters, recorded
+from tests.support.engine_stand_ins import install
 from tilegen.errors import Unsupported
 
 NAMES = {name.partition(":")[2]: one for name, one in recorded("sglang")["names"].items()}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tilegen
-from tests.engine_batches import (
+from tests.support.engine_batches import (
     Kept,
     Pool,
     Tokens,
@@ -17,7 +17,7 @@ from tests.engine_batches import (
     sglang_new,
     sglang_runner,
 )
-from tests.engine_classes import FORMS, fill_captured, sglang_classes
+from tests.support.engine_classes import FORMS, fill_captured, sglang_classes
 from tilegen.errors import Unsupported
 
 TOLERANCE = {"atol": 2e-6, "rtol": 2e-6}

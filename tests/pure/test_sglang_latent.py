@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import tilegen
-from tests.engine_batches import LENGTHS, QUERIES, Kept, sglang_new
-from tests.engine_classes import FORMS, fill_captured, sglang_classes
-from tests.sglang_latents import Latents
+from tests.support.engine_batches import LENGTHS, QUERIES, Kept, sglang_new
+from tests.support.engine_classes import FORMS, fill_captured, sglang_classes
+from tests.support.engine_latents import Latents
 from tilegen.errors import Unsupported
 from tilegen.runtime.call import values_in_keys
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tilegen
-from tests.shifted_rows import COLUMNS, DIM, ROWS, SHIFTS, expected, shifted_bias
+from tests.support.inputs import COLUMNS, DIM, ROWS, SHIFTS, expected, shifted_bias
 from tilegen.masks.score import bias, sinks
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tilegen
-from tests.misfits import BIASES, MASKS, SCORES, refused_by_attention
+from tests.support.inputs import BIASES, MASKS, SCORES, refused_by_attention
 from tilegen.errors import InvalidProblem
 
 

@@ -12,7 +12,7 @@ from weakref import ref
 import pytest
 import torch
 
-from tests.in_place import WAYS, given
+from tests.support.inputs import WAYS, given
 from tilegen.calls.varlen import packed_mask
 from tilegen.integrations import given as given_masks
 from tilegen.masks import predicate, snapshots

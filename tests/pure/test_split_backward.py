@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.conftest import CheckGolden
-from tests.tasks import task, tiled
+from tests.support.problems import task, tiled
 from tilegen.choose.families import (
     family,
     kernels_of,

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from tests.conftest import CheckGolden
-from tests.splits import COMBINE, splits
-from tests.tasks import task, tiled
+from tests.support.problems import task, tiled
+from tests.support.splits import COMBINE, splits
 from tilegen.choose.families import family, kernels_of, ranked_families
 from tilegen.choose.ranker import estimate, propose
 from tilegen.choose.search_space import all_configs

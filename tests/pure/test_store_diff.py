@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tests.records import PROBLEM, place, record
+from tests.support.records import PROBLEM, place, record
 from tilegen.cli.main import app
 
 FAST = record(us=300.0, source="ab", date="2026-11-22T09:30:00Z")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.records import RECORD, UNMEASURED, VERSIONS, record, timed
+from tests.support.records import RECORD, UNMEASURED, VERSIONS, record, timed
 from tilegen.errors import InvalidRecord
 from tilegen.kernels.config import TileConfig
 from tilegen.store import TuningRecord, Versions

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.pure.test_store_transfer import CONFIGS, files, log_of, trial, tuned_apart
-from tests.records import PROBLEM, RECORD, UNMEASURED, own, place, record
+from tests.support.records import PROBLEM, RECORD, UNMEASURED, own, place, record
 from tilegen.errors import Unsupported
 from tilegen.store import list_records, save, transfer
 from tilegen.store.listing import check

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.problems import PROBLEMS
-from tests.records import H200, RECORD, own, place, record, timed
+from tests.support.problems import PROBLEMS
+from tests.support.records import H200, RECORD, own, place, record, timed
 from tilegen.choose.families import kernels_of
 from tilegen.choose.ranker import propose
 from tilegen.disk import say_once

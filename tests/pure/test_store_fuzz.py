@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.pure.test_hostile_records import CONTENTS, GOOD, THINGS, edited
-from tests.records import H200, PROBLEM, RECORD, own, place, record
+from tests.support.records import H200, PROBLEM, RECORD, own, place, record
 from tilegen.disk import say_once
 from tilegen.errors import InvalidRecord
 from tilegen.problem import AttentionProblem

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.records import PROBLEM, RECORD, TASK, record
-from tests.servers import pieces, raw_server
+from tests.support.records import PROBLEM, RECORD, TASK, record
+from tests.support.servers import pieces, raw_server
 from tilegen.store import Location, TuningRecord, look_up, places, remote
 from tilegen.store.election import join
 from tilegen.store.trials import Conditions, Trial, trial_line

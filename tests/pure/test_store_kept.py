@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.records import H200, PROBLEM, TASK, own, written
+from tests.support.records import H200, PROBLEM, TASK, own, written
 from tilegen.bundles.manifest import Manifest
 from tilegen.kernels.config import TileConfig
 from tilegen.problem import AttentionProblem

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tests.records import PROBLEM, RECORD, TASK, UNMEASURED, own, place, record, written
+from tests.support.records import PROBLEM, RECORD, TASK, UNMEASURED, own, place, record, written
 from tilegen.cli import main
 from tilegen.disk import printable
 from tilegen.errors import Unsupported

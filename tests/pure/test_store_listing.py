@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from tests.records import (
+from tests.support.records import (
     A100,
     H200,
     PROBLEM,

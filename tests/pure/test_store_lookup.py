@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.records import (
+from tests.support.records import (
     H200,
     PROBLEM,
     RECORD,

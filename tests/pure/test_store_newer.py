@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import tilegen
-from tests.records import PROBLEM, RECORD, TASK, own, place, record
+from tests.support.records import PROBLEM, RECORD, TASK, own, place, record
 from tilegen.disk import say_once
 from tilegen.errors import InvalidRecord, Unsupported
 from tilegen.store import TuningRecord, look_up, save

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.records import RECORD, TASK, VERSIONS, own, place, record
-from tests.servers import http_server, silent_server
+from tests.support.records import RECORD, TASK, VERSIONS, own, place, record
+from tests.support.servers import http_server, silent_server
 from tilegen.errors import Unsupported
 from tilegen.store import Location, Unreachable, list_records, look_up, remote, save
 from tilegen.store.transfer import merge

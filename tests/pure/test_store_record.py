@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.problems import PROBLEMS
-from tests.records import PROBLEM, RECORD, UNMEASURED, record, timed
+from tests.support.problems import PROBLEMS
+from tests.support.records import PROBLEM, RECORD, UNMEASURED, record, timed
 from tilegen.choose import records
 from tilegen.errors import InvalidRecord
 from tilegen.kernels.config import TileConfig

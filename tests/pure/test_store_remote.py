@@ -15,8 +15,8 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from typer.testing import CliRunner
 
-from tests.records import RECORD, TASK, own, place, record
-from tests.servers import s3_server
+from tests.support.records import RECORD, TASK, own, place, record
+from tests.support.servers import s3_server
 from tilegen.cli.main import app
 from tilegen.environment import current, settings
 from tilegen.errors import Unsupported

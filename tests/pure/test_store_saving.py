@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.records import RECORD, TASK, own, place, record, save_many, timed, written
+from tests.support.records import RECORD, TASK, own, place, record, save_many, timed, written
 from tilegen.disk import say_once
 from tilegen.errors import InvalidRecord, Unsupported
 from tilegen.store import Saved, TuningRecord, files, list_records, look_up, save

@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 
-from tests.records import PROBLEM, RECORD, UNMEASURED, folder_of, own, place, record, written
+from tests.support.records import (
+    PROBLEM,
+    RECORD,
+    UNMEASURED,
+    folder_of,
+    own,
+    place,
+    record,
+    written,
+)
 from tilegen.errors import Unsupported
 from tilegen.kernels.config import TileConfig
 from tilegen.problem import AttentionProblem

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.records import PROBLEM, RECORD, own, timed
+from tests.support.records import PROBLEM, RECORD, own, timed
 from tilegen.store import files, trials
 from tilegen.store.transfer import put_trials
 from tilegen.store.trials import Conditions, Trial, join_trials, trial_line, trials_path

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.records import H200, PROBLEM, TASK, own, timed
-from tests.replay import TABLE, Replay, ranking, run, trial_file
-from tests.used import used
+from tests.support.problems import used
+from tests.support.records import H200, PROBLEM, TASK, own, timed
+from tests.support.replay import TABLE, Replay, ranking, run, trial_file
 from tilegen import pipeline
 from tilegen.compiling import verdicts
 from tilegen.kernels.config import TileConfig

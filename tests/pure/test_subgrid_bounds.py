@@ -10,9 +10,9 @@ import pytest
 import sympy as sp
 
 from benchmarks.study.tiles import configs_of, held_words, moved_words
-from tests.least_traffic import least_bytes
-from tests.problems import PROBLEMS
-from tests.splits import backward, splits
+from tests.support.counted import least_bytes
+from tests.support.problems import PROBLEMS
+from tests.support.splits import backward, splits
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import FAMILIES as FAMILIES_OF

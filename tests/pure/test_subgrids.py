@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tests.mask_zoo import ZOO, Case
+from tests.support.mask_zoo import ZOO, Case
 from tilegen.masks import causal, documents, full, parse_mask, prefix_lm, sliding_window
 from tilegen.masks.mask import Mask
 from tilegen.model import symbols

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.records import RECORD, record
+from tests.support.records import RECORD, record
 from tilegen.errors import InvalidRecord
 from tilegen.kernels.config import TileConfig
 from tilegen.store import TuningRecord

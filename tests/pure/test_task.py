@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.records import H200, PROBLEM
+from tests.support.records import H200, PROBLEM
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import TileConfig
 from tilegen.model.footprint import footprint

@@ -12,7 +12,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from tests.listed_masks import CPU, SAME_DOCUMENT, block_layout, check, neighbourhood, shape_of
+from tests.support.tiles import CPU, SAME_DOCUMENT, block_layout, check, neighbourhood, shape_of
 from tilegen.errors import Unsupported
 from tilegen.masks.form import TiledShape
 from tilegen.masks.language.algebra import (

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.listed_masks import CPU, SAME_DOCUMENT, block_layout, neighbourhood, shape_of
+from tests.support.tiles import CPU, SAME_DOCUMENT, block_layout, neighbourhood, shape_of
 from tilegen.masks.language import evaluation
 from tilegen.masks.language.algebra import equal
 from tilegen.masks.language.expr import K, Q

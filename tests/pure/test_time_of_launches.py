@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.tasks import tiled
+from tests.support.problems import tiled
 from tilegen.choose.ranker import estimate, propose
 from tilegen.gpus.nearest import nearest
 from tilegen.gpus.spec import GpuSpec, catalogue, gpu

@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention.flex_attention import and_masks, noop_mask, or_masks
 
 import tilegen
-from tests import user_forms
+from tests.support import user_forms
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.masks import predicate
 from tilegen.masks.language.derivatives import text_of

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tilegen
-from tests.traced_forms import BOUNDS, MASKS, PICKED, Given, N
+from tests.support.traced import BOUNDS, MASKS, PICKED, Given, N
 from tilegen.errors import Unsupported
 from tilegen.masks.language.evaluation import evaluate
 from tilegen.masks.tracing.trace import trace_mask

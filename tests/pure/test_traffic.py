@@ -10,8 +10,7 @@ import pytest
 import sympy as sp
 from numpy.typing import NDArray
 
-from tests.problems import PROBLEMS
-from tests.tasks import task, tiled
+from tests.support.problems import PROBLEMS, task, tiled
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import LARGE_CACHE
 from tilegen.model.symbols import (

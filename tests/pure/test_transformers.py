@@ -21,7 +21,7 @@ transformers = pytest.importorskip("transformers", reason=REASON)
 from transformers import masking_utils  # noqa: E402
 
 import tilegen  # noqa: E402
-from tests.tiny_models import DECODERS, OTHERS, inputs  # noqa: E402
+from tests.support.models import DECODERS, OTHERS, inputs  # noqa: E402
 from tilegen.disk import say_once  # noqa: E402
 from tilegen.errors import TilegenError  # noqa: E402
 from tilegen.integrations import model_masks  # noqa: E402

@@ -14,8 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests import expression_trees
-from tests.expression_trees import (
+from tests.support import expression_trees
+from tests.support.expression_trees import (
     B_IDX,
     H_IDX,
     HEADS,

@@ -11,8 +11,8 @@ from typing import Any
 import optuna
 import pytest
 
-from tests.records import H200, PROBLEM, TASK, VERSIONS, record, timed
-from tests.replay import SMALL, TABLE, Replay, ranking, run, slowness, stored
+from tests.support.records import H200, PROBLEM, TASK, VERSIONS, record, timed
+from tests.support.replay import SMALL, TABLE, Replay, ranking, run, slowness, stored
 from tilegen.emit.identity import template_digest
 from tilegen.errors import Unsupported
 from tilegen.kernels.config import TileConfig

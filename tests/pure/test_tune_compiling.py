@@ -11,10 +11,18 @@ from typing import Any
 
 import pytest
 
-from tests.clock import Clock
-from tests.records import TASK
-from tests.replay import SMALL, Replay, ranking, run, slowness, trial_file, trials_on_disk
-from tests.used import STEP, used
+from tests.support.problems import STEP, used
+from tests.support.records import TASK
+from tests.support.replay import (
+    SMALL,
+    Clock,
+    Replay,
+    ranking,
+    run,
+    slowness,
+    trial_file,
+    trials_on_disk,
+)
 from tilegen.errors import BuildFailed
 from tilegen.kernels.config import TileConfig
 from tilegen.model.on_chip import MOST_SPILLED

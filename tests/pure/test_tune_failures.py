@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.records import TASK
-from tests.replay import (
+from tests.support.records import TASK
+from tests.support.replay import (
     LAUNCH_FAILED,
     SMALL,
     TABLE,

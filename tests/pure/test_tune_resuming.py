@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tests import warm
-from tests.clock import Clock
-from tests.records import PROBLEM, TASK, VERSIONS
-from tests.replay import (
+from tests.support import warm
+from tests.support.records import PROBLEM, TASK, VERSIONS
+from tests.support.replay import (
     LAUNCH_FAILED,
     SMALL,
     TABLE,
+    Clock,
     Replay,
     ranking,
     run,
@@ -52,7 +52,7 @@ def test_each_trial_is_on_disk_before_the_next_is_measured(own_cache: Path) -> N
 
 
 def test_kill_9_loses_nothing(own_cache: Path) -> None:
-    killed = warm.start("from tests.replay import Killed, run; run(Killed(stop_at=17))")
+    killed = warm.start("from tests.support.replay import Killed, run; run(Killed(stop_at=17))")
     _, said = killed.communicate()
     assert killed.returncode == -signal.SIGKILL, said
     before = trials_on_disk(own_cache)

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.records import PROBLEM, RECORD, TASK, own, record, written
-from tests.replay import SMALL, Replay, run
+from tests.support.records import PROBLEM, RECORD, TASK, own, record, written
+from tests.support.replay import SMALL, Replay, run
 from tilegen import pipeline
 from tilegen.choose import records
 from tilegen.errors import Unsupported

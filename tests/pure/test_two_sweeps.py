@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.bundles import StandIn, not_compiled
 from tests.conftest import CheckGolden
-from tests.records import H200, PROBLEM
-from tests.replay import Replay, stored
-from tests.tasks import tiled
+from tests.support.bundles import StandIn, not_compiled
+from tests.support.problems import tiled
+from tests.support.records import H200, PROBLEM
+from tests.support.replay import Replay, stored
 from tests.two_sweeps import FWD_TWO_SWEEPS, registered
 from tilegen.bundles.launching import Packed
 from tilegen.choose.families import kernels_of, ranked_families

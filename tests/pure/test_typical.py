@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.score_inputs import random
+from tests.support.score_inputs import random
 from tilegen.errors import InvalidProblem
 from tilegen.masks.form import Shape
 from tilegen.masks.packed_score import within_documents

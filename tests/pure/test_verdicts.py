@@ -13,8 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 import tilegen
-from tests.tasks import tiled
-from tests.used import used
+from tests.support.problems import tiled, used
 from tilegen import pipeline
 from tilegen.choose.ranker import time_as_compiled
 from tilegen.cli.main import app

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests import interpreting
+from tests.support import interpreting
 from tilegen import cpu
 from tilegen.check.sizes import checkable, reduced
 from tilegen.check.verification import judge, require, run_device

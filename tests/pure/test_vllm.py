@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine_batches import (
+from tests.support.engine_batches import (
     LENGTHS,
     ORDERS,
     QUERIES,
@@ -27,8 +27,8 @@ from tests.engine_batches import (
     drawn,
     vllm_forward,
 )
-from tests.engine_contracts import methods, parameters, recorded, written
-from tests.engine_stand_ins import forget, install, no_waiting
+from tests.support.engine_contracts import methods, parameters, recorded, written
+from tests.support.engine_stand_ins import forget, install, no_waiting
 from tilegen.errors import Unsupported
 from tilegen.runtime import slots
 

@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine_batches import HEADS, ORDERS, SLOPES, Kept, dense, drawn
-from tests.engine_contracts import methods, parameters, recorded, written
-from tests.engine_stand_ins import no_waiting
-from tests.vllm_latents import (
+from tests.support.engine_batches import HEADS, ORDERS, SLOPES, Kept, dense, drawn
+from tests.support.engine_contracts import methods, parameters, recorded, written
+from tests.support.engine_latents import (
     DIM_V,
     FORMS,
-    NOPE,
+    NOPE_VLLM,
     ROPE,
     SCALE,
     Latent,
@@ -28,6 +27,7 @@ from tests.vllm_latents import (
     merged,
     needs_vllm,
 )
+from tests.support.engine_stand_ins import no_waiting
 from tilegen.errors import Unsupported
 
 NAMES = recorded("vllm")["names"]
@@ -253,23 +253,23 @@ def test_a_layer_of_vllm_equals_attention_of_projected_keys(
 
     latent = Latent([(3, 37), (3, 20), (9, 9)], drafts=2)
     lengths = torch.tensor(latent.lengths, dtype=torch.int32)
-    up = drawn(latent.rank, HEADS, NOPE + DIM_V, 5) / latent.rank**0.5
+    up = drawn(latent.rank, HEADS, NOPE_VLLM + DIM_V, 5) / latent.rank**0.5
     builder = latent.builder(vllm)
     builder._prefill_backend = Prompts().backend(vllm)
     made = builder.build(0, latent.batch(vllm, seq_lens_cpu_upper_bound=lengths))
-    q = drawn(int(latent.starts[-1]), HEADS, NOPE + ROPE, 6)
+    q = drawn(int(latent.starts[-1]), HEADS, NOPE_VLLM + ROPE, 6)
     keys = torch.cat([k[len(k) - len(new) :] for k, new in zip(latent.keys, latent.q, strict=True)])
     impl = latent.impl(vllm, kv_b_proj=lambda c: ((c @ up.flatten(1)),))
     layer = SimpleNamespace(
         **{"impl": impl, "num_heads": HEADS, "v_head_dim": DIM_V, "kv_lora_rank": latent.rank},
-        **{"qk_nope_head_dim": NOPE, "qk_rope_head_dim": ROPE, "kv_cache_dtype": "auto"},
+        **{"qk_nope_head_dim": NOPE_VLLM, "qk_rope_head_dim": ROPE, "kv_cache_dtype": "auto"},
         **dict.fromkeys(
             ("use_pcp", "is_aiter_triton_fp4_bmm_enabled", "is_amx_bmm_enabled"), False
         ),
         **dict.fromkeys(("q_pad_num_heads", "prefill_backend", "_k_scale"), None),
         is_aiter_triton_fp8_bmm_enabled=False,
-        W_UK_T=up[..., :NOPE].permute(1, 2, 0),
-        W_UV=up[..., NOPE:].transpose(0, 1),
+        W_UK_T=up[..., :NOPE_VLLM].permute(1, 2, 0),
+        W_UV=up[..., NOPE_VLLM:].transpose(0, 1),
     )
     layer._v_up_proj = partial(MLAAttention._v_up_proj, layer)
     given = q, keys[:, : latent.rank], keys[:, None, latent.rank :], latent.cache(), made
@@ -279,8 +279,8 @@ def test_a_layer_of_vllm_equals_attention_of_projected_keys(
         rows = slice(*latent.starts[i : i + 2])
         projected = torch.einsum("kr,rhc->khc", key[:, : latent.rank].double(), up.double())
         rotated = key[:, None, latent.rank :].expand(-1, HEADS, -1)
-        k = torch.cat([projected[..., :NOPE], rotated], -1)
-        expected = dense(q[rows], k, projected[..., NOPE:], Kept(), scale=SCALE).flatten(1)
+        k = torch.cat([projected[..., :NOPE_VLLM], rotated], -1)
+        expected = dense(q[rows], k, projected[..., NOPE_VLLM:], Kept(), scale=SCALE).flatten(1)
         torch.testing.assert_close(out[rows].double(), expected, atol=1e-5, rtol=1e-5)
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine_stand_ins import forget
-from tests.vllm_latents import FORMS, latent_classes, needs_vllm
+from tests.support.engine_latents import FORMS, latent_classes, needs_vllm
+from tests.support.engine_stand_ins import forget
 
 
 @pytest.fixture(params=FORMS)

@@ -7,8 +7,7 @@ import math
 import pytest
 import sympy as sp
 
-from tests.problems import PROBLEMS
-from tests.tasks import tiled
+from tests.support.problems import PROBLEMS, tiled
 from tilegen.gpus.spec import catalogue, gpu
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import LARGE_CACHE

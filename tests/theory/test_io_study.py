@@ -14,7 +14,7 @@ from benchmarks.study import closed, masks, page, sweep
 from benchmarks.study.counting import Counters
 from benchmarks.study.masks import Case
 from benchmarks.study.tiles import best_at, frontier, held_words, moved_words, problem_of
-from tests.tasks import tiled
+from tests.support.problems import tiled
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.model.symbols import B_r, M, c
 from tilegen.model.traffic import traffic_of

@@ -13,9 +13,9 @@ import pytest
 import sympy as sp
 from numpy.typing import NDArray
 
-from tests.backward_simulations import BACKWARD
-from tests.forward_simulations import FORWARD
-from tests.slow_memory import WORK, Key, Shape, SlowMemory, reference, spans
+from tests.theory.backward_simulations import BACKWARD
+from tests.theory.forward_simulations import FORWARD
+from tests.theory.slow_memory import WORK, Key, Shape, SlowMemory, reference, spans
 from tilegen.kernels.config import Kernel
 from tilegen.model import symbols
 from tilegen.model.bounds import bounds_of, partition_bound, product_bound

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.compiled_once import compiled_once
+from tests.support.calls import compiled_once
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -13,8 +13,8 @@ from torch.autograd import forward_ad
 from torch.nn.attention.flex_attention import create_block_mask
 
 import tilegen
-from tests import traced_forms
-from tests.traced_calls import CU, HEADS, IDS, ROWS, calls, gradients, normal, qkv
+from tests.support import traced as traced_forms
+from tests.support.traced import CU, HEADS, IDS, ROWS, calls, gradients, normal, qkv
 from tilegen.errors import Unsupported
 
 CALLS = calls()

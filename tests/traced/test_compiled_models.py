@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers", reason=REASON)
 from transformers.masking_utils import create_masks_for_generate  # noqa: E402
 
 import tilegen.integrations.transformers  # noqa: E402, F401
-from tests.tiny_models import COMPILED, DECODERS, inputs  # noqa: E402
+from tests.support.models import COMPILED, DECODERS, inputs  # noqa: E402
 
 LEFT = torch.tensor([[0] * 3 + [1] * 6, [1] * 9])
 GIVEN: dict[str, Any] = {

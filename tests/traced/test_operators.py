@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tilegen
 import tilegen.operators.call  # registers the operators
-from tests.traced_calls import BATCH, HEADS, IDS, ROWS, WIDTH, normal, qkv
+from tests.support.traced import BATCH, HEADS, IDS, ROWS, WIDTH, normal, qkv
 from tilegen.errors import Unsupported
 from tilegen.operators.crossing import crossing
 

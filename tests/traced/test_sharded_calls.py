@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests import warm
+from tests.support import warm
 
 SPREAD = """
 import sys
@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 import tilegen
-from tests.traced_calls import qkv
+from tests.support.traced import qkv
 from tilegen.errors import Unsupported
 
 dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())

@@ -12,10 +12,13 @@ import os
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from benchmarks.recordings import Replayed
-from tests.records import TASK, timed
+from tests.support.records import TASK, timed
 from tilegen.kernels.config import TileConfig
 from tilegen.model.estimate import Candidate, CostEstimate
 from tilegen.store import TuningRecord
@@ -23,7 +26,7 @@ from tilegen.tuning.measure import Measurement, Status
 from tilegen.tuning.tuner import tune
 
 TABLE: dict[str, float | str] = json.loads(
-    (Path(__file__).parent / "pure" / "replay_fwd.json").read_text(encoding="utf-8")
+    (Path(__file__).parents[1] / "pure" / "replay_fwd.json").read_text(encoding="utf-8")
 )
 SMALL = dict(list(TABLE.items())[:8])  # all of them timed
 LAUNCH_FAILED = [
@@ -132,3 +135,19 @@ def stored(cache: Path) -> TuningRecord:
 def slowness(config: TileConfig) -> float:
     us = TABLE[config.key]
     return us if isinstance(us, float) else math.inf
+
+
+class Clock:
+    """Seconds since it was made; `sleep` moves it at once."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def sleep(self, seconds: float) -> None:
+        """Move on."""
+        self.now += seconds
+
+    def replaces_time_of(self, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Have a module that imports `time` read this clock."""
+        fake = SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep)
+        monkeypatch.setattr(f"{module}.time", fake)

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 import pytest
 import torch
 
-from tests.engine_contracts import methods, parameters, recorded
+from tests.support.engine_contracts import methods, parameters, recorded
 
 T = TypeVar("T")
 

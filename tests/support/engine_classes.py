@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine_batches import Pool, speculation
-from tests.engine_stand_ins import forget, install, no_waiting
-from tests.sglang_latents import LatentPool
+from tests.support.engine_batches import Pool, speculation
+from tests.support.engine_latents import LatentPool
+from tests.support.engine_stand_ins import forget, install, no_waiting
 
 FORMS = ["stand-in", *["installed"] * bool(find_spec("sglang"))]
 

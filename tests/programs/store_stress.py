@@ -17,7 +17,7 @@ import time
 import traceback
 from pathlib import Path
 
-from tests.records import H200, record
+from tests.support.records import H200, record
 from tilegen.problem import AttentionProblem
 from tilegen.store import Location, look_up, remote, save
 from tilegen.store.transfer import put_trials

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 class Program:
@@ -81,7 +81,7 @@ def _server(seed: int) -> str:
         listener.bind(address)
         listener.listen(64)
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.warm", str(listener.fileno())],
+            [sys.executable, "-m", "tests.support.warm", str(listener.fileno())],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": str(seed)},
             stdin=subprocess.PIPE,  # closed when this process ends, however it does

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tests.slow_memory import (
+from tests.theory.slow_memory import (
     Array,
     SlowMemory,
     chunked_scores,

@@ -1,22 +1,30 @@
-"""Bytes that kernels move, counted by builds for the CPU that count, beside the model's."""
+"""Bytes that kernels move, counted by builds for the CPU that count, beside the model's, and the
+lower bound of a pass as a function of fast memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
-from tests.tasks import tiled
+import sympy as sp
+
+from tests.support.problems import tiled
 from tilegen import cpu
 from tilegen.check.paging import in_pages
 from tilegen.check.reference import make_inputs
 from tilegen.cpu.reports import CountedTraffic
 from tilegen.emit.identity import RenderedKernel
 from tilegen.emit.render import render
+from tilegen.gpus.spec import gpu
 from tilegen.kernels import passes
 from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.spec import Direction
+from tilegen.model.bounds import bound_values, bounds_of
+from tilegen.model.symbols import M, P
 from tilegen.model.traffic import traffic_of
 from tilegen.problem import AttentionProblem
+from tilegen.task import PassTask
 
 Bytes = dict[Kernel, tuple[int, int]]
 """Read and written by each kernel."""
@@ -78,3 +86,17 @@ def predicted(problem: AttentionProblem, configs: Mapping[Kernel, TileConfig]) -
         name: traffic_of(tiled(name, problem, one, joined=before)) for name, one in configs.items()
     }
     return {name: (one.read_bytes, one.write_bytes) for name, one in each.items()}
+
+
+@cache
+def _least(direction: Direction) -> tuple[list[sp.Symbol], Callable[..., list[float]]]:
+    bounds = [*bounds_of(direction).values()]
+    arguments = sorted(set().union(*(one.free_symbols for one in bounds)), key=str)
+    return arguments, sp.lambdify(arguments, bounds, "math")
+
+
+def least_bytes(problem: AttentionProblem, direction: Direction, held: int) -> float:
+    """Return the bound of a pass for one program after the other, with M = `held` words."""
+    values = bound_values(PassTask("forward", problem, gpu("h200"))) | {P: 1, M: held}
+    arguments, evaluate = _least(direction)
+    return max(evaluate(*(values[one] for one in arguments)))

@@ -24,7 +24,7 @@ import pytest
 needs_ray = pytest.mark.skipif(
     find_spec("ray") is None, reason="needs ray; pip install 'tilegen[ray]'"
 )
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SCRIPT = "from ray.scripts.scripts import main; main()"
 TILEGEN = "from tilegen.cli.main import main; main()"
 UP = "Ray runtime started"

@@ -1,5 +1,7 @@
 """Random masks and scores, as expressions, and the small problem they are evaluated on."""
 
+from __future__ import annotations
+
 from random import Random
 from typing import Any
 

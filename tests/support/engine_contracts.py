@@ -5,7 +5,7 @@ parameters, of fields and of members, as the syntax of their files has them; not
 run. To read them again, from wheels in a folder:
 
     pip download --no-deps --dest DIR vllm==0.33.0 sglang==0.5.23
-    python -m tests.engine_contracts DIR
+    python -m tests.support.engine_contracts DIR
 """
 
 from __future__ import annotations

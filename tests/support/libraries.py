@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tests.records import timed
+from tests.support.records import timed
 from tilegen.choose.families import families_used
 from tilegen.choose.records import Records
 from tilegen.gpus.spec import ASSUMED, gpu
