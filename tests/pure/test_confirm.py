@@ -13,8 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 import tilegen
+from tests.support.problems import used
 from tests.support.records import H200, PROBLEM, TASK, own, place, record, timed
-from tests.used import used
 from tilegen.cli.main import app
 from tilegen.emit.identity import template_digest
 from tilegen.errors import BuildFailed, InvalidRecord, NoRecord
