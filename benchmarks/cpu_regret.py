@@ -1,7 +1,7 @@
 """Regret of the model's tiles on a processor: every tile of 36 kernels timed, the choice judged.
 
     python -m benchmarks.cpu_regret sweep --minutes 25
-    python -m benchmarks.cpu_regret judge
+    python -m benchmarks.cpu_regret judge|fit|ship
 
 `sweep` times all tiles of each kernel in turns with the choice without records, on one thread, and
 appends them to recordings that `python -m benchmarks.tuner_quality` reads:
@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated
 
@@ -24,12 +25,12 @@ import numpy as np
 import typer
 
 import tilegen
-from benchmarks.environment import RESULTS, ROOT, Environment
+from benchmarks.environment import RESULTS, ROOT, Environment, Minutes
+from benchmarks.quantile_fit import descend
 from benchmarks.recordings import Recorder, Recording, file_of, new_session, read
-from benchmarks.rows import append
+from benchmarks.rows import in_time, keep, same_values
 from benchmarks.rows import read as read_rows
 from tilegen.choose.on_cpu import chosen_config, space, tuned_space, usual_config
-from tilegen.choose.ranker import estimate
 from tilegen.cpus.host import current_cpu
 from tilegen.kernels.config import TileConfig
 from tilegen.model.cpu_time import LAUNCH_SECONDS, TERMS, UNFITTED, terms_of
@@ -120,15 +121,23 @@ class RegretRow(Environment):
     """Regret of the slowest tile in the sweep."""
 
 
-def tasks() -> Iterator[KernelTask]:
-    """Yield the kernels and problems of the study, passes and dtypes in turn."""
+def tasks() -> list[KernelTask]:
+    """Return the kernels and problems of the study, passes and dtypes in turn."""
     columns = [
-        [KernelTask.of(kernel, AttentionProblem.parse(text), current_cpu()) for text in lines]
-        for kernel, lines in ((name, texts.strip().splitlines()) for name, texts in KERNELS.items())
+        [
+            KernelTask.of(kernel, AttentionProblem.parse(text).bucket, current_cpu())
+            for text in texts.strip().splitlines()
+        ]
+        for kernel, texts in KERNELS.items()
     ]
-    for i in range(max(map(len, columns))):
-        for column in columns:
-            yield from column[i : i + 1]
+    return [task for row in zip_longest(*columns) for task in row if task]
+
+
+def recorded() -> Iterator[tuple[KernelTask, Recording]]:
+    """Yield the kernels that have been swept."""
+    for task in tasks():
+        if path_of(task).is_file():
+            yield task, read(path_of(task))
 
 
 def path_of(task: KernelTask) -> Path:
@@ -139,7 +148,6 @@ def path_of(task: KernelTask) -> Path:
 
 def record(task: KernelTask, deadline: float) -> int:
     """Time the tiles of a kernel that are not on disk yet; return how many are left."""
-    task = KernelTask(task.spec, task.problem.bucket, task.device)
     configs = space(task)
     recorder = Recorder(
         path_of(task), new_session(task.device, task.kernel, task.problem, len(configs))
@@ -198,7 +206,6 @@ def in_hand(trials: Mapping[TileConfig, Trial]) -> TileConfig:
 
 
 app = typer.Typer(no_args_is_help=True)
-Minutes = Annotated[float, typer.Option(help="time to spend")]
 
 
 @app.command()
@@ -209,9 +216,8 @@ def sweep(minutes: Minutes = 25.0) -> None:
     for task in tasks():
         started = time.monotonic()
         left += (missing := record(task, deadline))
-        if time.monotonic() - started > 0.5:
+        if (took := time.monotonic() - started) > 0.5:
             state = f"{missing} left" if missing else "complete"
-            took = time.monotonic() - started
             print(f"{task.kernel:13} {task.problem.key:50} {took:5.1f} s  {state}", flush=True)
     if left:
         print(f"time is up: {left} tiles left; type the same command again")
@@ -220,22 +226,23 @@ def sweep(minutes: Minutes = 25.0) -> None:
 @app.command()
 def judge(minutes: Minutes = 10.0, out: Annotated[Path, typer.Option()] = OUT) -> None:
     """Measure the model's choices against the winners of the sweeps."""
-    deadline = time.monotonic() + 60 * minutes
-    done = {(row["kernel"], row["problem"], row["choice"]) for row in read_rows(out)}
-    for task in tasks():
-        task = KernelTask(task.spec, task.problem.bucket, task.device)
-        if (task.kernel, task.problem.key, chosen_config(task).key) in done:
-            continue
-        if time.monotonic() > deadline or not path_of(task).is_file():
-            continue
-        row = regret_of(task, read(path_of(task)))
-        append(out, row)
-        print(
-            f"{row.kernel:13} {row.problem:50} {row.choice:18} {row.winner:18} "
-            f"{row.swept_regret:7.1%} {row.regret:7.1%} {row.noise:7.1%}  "
-            f"{row.usual:18} {row.usual_regret:7.1%}",
-            flush=True,
-        )
+    done = same_values(read_rows(out), ("kernel", "problem", "choice"))
+    todo = [
+        (task, recording)
+        for task, recording in recorded()
+        if (task.kernel, task.problem.key, chosen_config(task).key) not in done
+    ]
+    for task, recording in in_time(todo, minutes):
+        keep(out, [regret_of(task, recording)], line)
+
+
+def line(row: RegretRow) -> str:
+    """Return a row as a terminal shows it."""
+    return (
+        f"{row.kernel:13} {row.problem:50} {row.choice:18} {row.winner:18} "
+        f"{row.swept_regret:7.1%} {row.regret:7.1%} {row.noise:7.1%}  "
+        f"{row.usual:18} {row.usual_regret:7.1%}"
+    )
 
 
 @app.command()
@@ -245,31 +252,23 @@ def ship(
 ) -> None:
     """Tune among the fastest tiles of each sweep, and save the records whose tile beat the model's
     choice in a second run."""
-    deadline = time.monotonic() + 60 * minutes
-    for task in tasks():
-        task = KernelTask(task.spec, task.problem.bucket, task.device)
-        times = read(path_of(task)).times() if path_of(task).is_file() else {}
-        choice = chosen_config(task)
-        if task.spec.packs or choice not in times or time.monotonic() > deadline:
+    for task, recording in in_time(list(recorded()), minutes):
+        times, choice = recording.times(), chosen_config(task)
+        if task.spec.packs or choice not in times:
             continue
-        better = sorted(
-            (c for c in tuned_space(task) if times[c] < WORTH * times[choice]),
-            key=times.__getitem__,
-        )
+        better = [c for c in tuned_space(task) if times[c] < WORTH * times[choice]]
         if not better:
             continue
-        space = [choice, *better[:MOST_TRIED]]
+        fastest = sorted(better, key=times.__getitem__)[:MOST_TRIED]
         with (
             tempfile.TemporaryDirectory() as empty,
             tilegen.settings(cache_dir=empty, cache_path=""),
         ):
-            record = tune(task, space=space, candidates=[], progress=False)
+            record = tune(task, space=[choice, *fastest], candidates=[], progress=False)
         beats = record.config != choice
         told = save(record, location=Location(str(out), "shared")).reason if beats else "not kept"
-        print(
-            f"{task.kernel:13} {task.problem.key:50} {choice.key:18} {record.config.key:18} {told}",
-            flush=True,
-        )
+        what = f"{task.kernel:13} {task.problem.key:50} {choice.key:18} {record.config.key:18}"
+        print(what, told, flush=True)
 
 
 @app.command()
@@ -279,13 +278,13 @@ def fit() -> None:
     Beside them: the mean error of a predicted time, and the regrets of choices by weights that were
     fitted without the problem of the choice.
     """
-    groups: dict[tuple[str, str], list[KernelTask]] = {}
-    for task in tasks():
+    groups: dict[tuple[str, str], list[Table]] = {}
+    for task, recording in recorded():
         paired = task.problem.dtype == "bf16" and current_cpu().pairs
-        if not task.spec.packs and path_of(task).is_file():
-            groups.setdefault((task.direction, "pairs" if paired else "fp32"), []).append(task)
-    for (direction, kind), members in groups.items():
-        tables = [_table(task) for task in members]
+        if not task.spec.packs:
+            kind = task.direction, "pairs" if paired else "fp32"
+            groups.setdefault(kind, []).append(_table(task, recording))
+    for (direction, kind), tables in groups.items():
         weights = _least_squares(tables)
         errors = np.concatenate([np.abs(terms @ weights / times - 1) for terms, times in tables])
         print("[[weights]]", f'pass = "{direction}"', f'operands = "{kind}"', sep="\n")
@@ -294,8 +293,8 @@ def fit() -> None:
             if weight > 1e-3:
                 print(f"{name} = {weight:.3g}")
         regrets = [
-            _regret(terms, times, _least_squares([one for j, one in enumerate(tables) if j != i]))
-            for i, (terms, times) in enumerate(tables)
+            _regret(*tables[i], _least_squares(tables[:i] + tables[i + 1 :]))
+            for i in range(len(tables))
         ]
         print(
             f"# {len(errors)} times, mean error {errors.mean():.1%}; regrets by weights that were "
@@ -304,11 +303,10 @@ def fit() -> None:
         )
 
 
-def _table(task: KernelTask) -> Table:
+def _table(task: KernelTask, recording: Recording) -> Table:
     """Return the fitted terms of each timed tile of a kernel, and the times less that of a launch
     and the term that is not fitted [s]."""
-    task = KernelTask(task.spec, task.problem.bucket, task.device)
-    times = read(path_of(task)).times()
+    times = recording.times()
     terms = [terms_of(task.tiled(config)) for config in times]
     known = LAUNCH_SECONDS + np.array([of_tile.pop(UNFITTED) for of_tile in terms])
     fitted = np.array([[*of_tile.values()] for of_tile in terms])
@@ -320,40 +318,13 @@ def _least_squares(tables: Sequence[Table]) -> np.ndarray:
     terms = np.concatenate([terms / times[:, None] for terms, times in tables])
     normal, right = terms.T @ terms, terms.sum(0)
     weights = np.zeros(len(right))
-    for _ in range(SWEEPS):  # coordinate descent: each weight in turn, the others as they are
-        for i in range(len(weights)):
-            if normal[i, i] > 0:
-                change = (right[i] - normal[i] @ weights) / normal[i, i]
-                weights[i] = max(0.0, weights[i] + change)
+    for _ in range(SWEEPS):
+        descend(normal, right, weights)
     return weights
 
 
 def _regret(terms: np.ndarray, times: np.ndarray, weights: np.ndarray) -> float:
     return float(times[(terms @ weights).argmin()] / times.min() - 1)
-
-
-@app.command()
-def show() -> None:
-    """Print the regrets of the model's choices in the sweeps, and how well it ranks them."""
-    from benchmarks.ranking import Ranking
-
-    regrets: list[float] = []
-    for task in tasks():
-        task = KernelTask(task.spec, task.problem.bucket, task.device)
-        if not path_of(task).is_file():
-            continue
-        recording = read(path_of(task))
-        times = recording.times()
-        predicted = {config: 1e6 * estimate(task.tiled(config)).seconds for config in times}
-        ranking = Ranking(measured=times, predicted=predicted)
-        usual = times[in_hand(recording.trials)] / times[ranking.best] - 1
-        regrets.append(ranking.regret)
-        print(
-            f"{task.kernel:13} {task.problem.key:50} {ranking.first.key:18} {ranking.best.key:18} "
-            f"{ranking.regret:7.1%}  rules {usual:7.1%}  correlation {ranking.correlation:5.2f}  "
-            f"ratio {ranking.ratio:5.2f}"
-        )
-    print(f"median {statistics.median(regrets):.1%}, worst {max(regrets):.1%}")
 
 
 if __name__ == "__main__":

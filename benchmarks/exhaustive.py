@@ -13,12 +13,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import closing
+from itertools import product
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from benchmarks.environment import RESULTS, gpu_at_hand, start_over
+from benchmarks.environment import RESULTS, Minutes, gpu_at_hand, start_over
 from benchmarks.recordings import Recorder, file_of, new_session
 from benchmarks.workloads import CATALOGUE
 from tilegen.choose.ranker import search_space
@@ -26,7 +27,7 @@ from tilegen.compiling.acceptable import why_not_spilled
 from tilegen.compiling.workers import Pool
 from tilegen.errors import BuildFailed, TilegenError
 from tilegen.gpus.spec import GpuSpec
-from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.config import TileConfig
 from tilegen.kernels.registry import KERNELS
 from tilegen.model.resources import Resources
 from tilegen.problem import AttentionProblem
@@ -66,12 +67,9 @@ def record(
 
 
 def _time(
-    config: TileConfig,
-    built: Resources | BuildFailed,
-    recorder: Recorder,
-    spec: GpuSpec,
+    config: TileConfig, built: Resources | BuildFailed, recorder: Recorder, spec: GpuSpec,
     bench: Bench,
-) -> None:
+) -> None:  # fmt: skip
     """Time and write down one config, or why it cannot run. Raises DeviceLost."""
     started = time.monotonic()
     spill_bytes = 0 if isinstance(built, BuildFailed) else built.spill_bytes
@@ -114,20 +112,19 @@ def problems_of(texts: Sequence[str]) -> list[AttentionProblem]:
 def main(
     problem: Annotated[list[str], typer.Argument(help="Workload names or problems.")],
     kernel: Annotated[
-        list[str] | None, typer.Option(help=f"One of {', '.join(KERNELS)}; may be repeated.")
-    ] = None,
+        list[str], typer.Option(help=f"One of {', '.join(KERNELS)}; may be repeated.")
+    ] = ["fwd"],  # noqa: B006  # typer reads it
     out: Annotated[
         Path | None,
         typer.Option(help="Folder. Default: benchmarks/results/<gpu>/exhaustive."),
     ] = None,
-    minutes: Annotated[float, typer.Option(help="Time limit for all of them together.")] = 10.0,
+    minutes: Minutes = 10.0,
 ) -> None:
     """Time every config of the kernels of some problems.
 
     Example: python -m benchmarks.exhaustive llama3-8b-8k --kernel fwd --minutes 5
     """
-    kernels: list[Kernel] = [name for name in KERNELS if name in (kernel or ["fwd"])]
-    if unknown := [name for name in kernel or () if name not in KERNELS]:
+    if unknown := [name for name in kernel if name not in KERNELS]:
         raise typer.BadParameter(f"kernel must be one of {', '.join(KERNELS)}; got {unknown[0]}")
     try:
         problems = problems_of(problem)
@@ -138,26 +135,19 @@ def main(
     deadline = time.monotonic() + 60 * minutes
     folder = out or RESULTS / spec.name / "exhaustive"
     with Pool() as pool:
-        for bucket in problems:
-            for name in kernels:
-                _record_one(bucket, name, spec, folder, pool, deadline)
+        for bucket, name in product(problems, kernel):
+            _record_one(KernelTask.of(name, bucket, spec), folder, pool, deadline)
 
 
-def _record_one(
-    problem: AttentionProblem,
-    kernel: Kernel,
-    spec: GpuSpec,
-    folder: Path,
-    pool: Pool,
-    deadline: float,
-) -> None:
+def _record_one(task: KernelTask, folder: Path, pool: Pool, deadline: float) -> None:
     """Record one kernel of a problem, and say how far it has come."""
-    space = search_space(KernelTask.of(kernel, problem, spec))
+    kernel, problem, space = task.kernel, task.problem, search_space(task)
+    spec = task.device
+    assert isinstance(spec, GpuSpec)
     path = file_of(folder, kernel, problem)
     recorder = Recorder(path, new_session(spec, kernel, problem, len(space)))
-    bench = real_bench(KernelTask.of(kernel, problem, spec), pool)
     try:
-        left = record(recorder, space, spec, bench, deadline=deadline)
+        left = record(recorder, space, spec, real_bench(task, pool), deadline=deadline)
     except DeviceLost as lost:
         print(f"{lost}; starting over with the next config", flush=True)
         start_over(deadline)

@@ -3,7 +3,7 @@
     python -m benchmarks.io_counters --out DIR --minutes 20
 
 E1 wire bytes of every kernel, E3 and E4 families of the forward and the backward, E5 capped shared
-memory, E6 L2 as slow memory, E7 additions into slow memory. Each case runs in a process of its own;
+memory, E6 L2 as slow memory. Each case runs in a process of its own;
 what is on disk when one fails, or when the time is over, stays:
 
     rows.csv       one row per quantity: predicted, measured, verdict
@@ -78,10 +78,6 @@ def _runner(case: Case) -> Any:
     """Return the function that runs a case once on the GPU."""
     from functools import partial
 
-    if case.experiment == "E7":
-        from benchmarks.study.atomics import add
-
-        return partial(add, case.provider, int(case.problem), "cuda")
     from benchmarks.providers import providers
     from benchmarks.study.counting import run_pass
     from tilegen.check.reference import make_inputs
@@ -160,7 +156,7 @@ def main(
         typer.Option("--launch", help="Only run this case's kernels, unprofiled."),
     ] = None,
 ) -> None:
-    """Measure experiments E1 and E3 to E7 with Nsight Compute and judge them.
+    """Measure experiments E1 and E3 to E6 with Nsight Compute and judge them.
 
     Example: python -m benchmarks.io_counters --out io-counters --minutes 20
     """

@@ -1,4 +1,4 @@
-"""A linear law that most of the data lies below, with no negative coefficient."""
+"""Linear laws with no negative coefficient, by coordinate descent."""
 
 from __future__ import annotations
 
@@ -13,11 +13,20 @@ RIDGE = 1e-3  # decides between features that never vary apart
 Array = NDArray[Any]
 
 
+def descend(normal: Array, right: Array, coefficients: Array) -> None:
+    """Improve the non-negative solution of a least-squares problem: each coefficient in turn, the
+    others as they are."""
+    for i in range(len(coefficients)):
+        if normal[i, i] > 0:
+            change = (right[i] - normal[i] @ coefficients) / normal[i, i]
+            coefficients[i] = max(0.0, coefficients[i] + change)
+
+
 def quantile_fit(features: Array, values: Array, at_least: Array) -> list[float]:
     """Return non-negative coefficients whose prediction lies above QUANTILE of the values.
 
-    Least squares, reweighted until it minimises the pinball loss, one coordinate at a time. Where a
-    value is only a least one, predicting more is no error.
+    Least squares, reweighted until it minimises the pinball loss. Where a value is only a least
+    one, predicting more is no error.
     """
     scale = np.maximum(features.max(axis=0), 1e-9)
     columns = features / scale
@@ -26,8 +35,6 @@ def quantile_fit(features: Array, values: Array, at_least: Array) -> list[float]
         error = values - columns @ coefficients
         weight = np.where(error > 0, QUANTILE, (1 - QUANTILE) * ~at_least)
         weight /= np.maximum(np.abs(error), 4.0)
-        for i, column in enumerate(columns.T):
-            rest = values - columns @ coefficients + column * coefficients[i]
-            curvature = (weight * column * column).sum() + RIDGE
-            coefficients[i] = max(0.0, (weight * column * rest).sum() / curvature)
+        weighted = columns.T * weight
+        descend(weighted @ columns + RIDGE * np.eye(len(scale)), weighted @ values, coefficients)
     return [round(float(value), 3) for value in coefficients / scale]

@@ -14,6 +14,7 @@ import typer
 
 from benchmarks.environment import Environment
 from tilegen.errors import Unsupported
+from tilegen.kernels.config import TileConfig
 
 Status = Literal[
     "ok",
@@ -175,6 +176,8 @@ def table(rows: Iterable[object], names: Sequence[str]) -> str:
 
 
 def _short(value: object) -> str:
+    if isinstance(value, TileConfig):
+        return value.key
     return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
 
 

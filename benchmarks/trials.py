@@ -19,6 +19,7 @@ from typing import Annotated
 import typer
 
 from benchmarks.ranking import Ranking
+from benchmarks.rows import table
 from tilegen.choose.ranker import estimate, time_as_compiled
 from tilegen.compiling.verdicts import verdict
 from tilegen.devices import device_named
@@ -35,6 +36,21 @@ class Judged(Ranking):
     """The timed configs of a kernel and problem, with measured and predicted times [us]."""
 
     task: KernelTask
+
+    @property
+    def kernel(self) -> str:
+        """Name of the kernel."""
+        return self.task.kernel
+
+    @property
+    def problem(self) -> str:
+        """Key of the problem."""
+        return self.task.problem.key
+
+    @property
+    def timed(self) -> int:
+        """Number of timed configs."""
+        return len(self.measured)
 
     @property
     def correlation(self) -> float:
@@ -95,15 +111,9 @@ def main(
     Example: python -m benchmarks.trials benchmarks/results
     """
     judged = judge(folder, compiled=compiled)
-    print("| kernel | problem | timed | first of the model | regret | best | correlation | ratio |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    for judgement in judged:
-        print(
-            f"| {judgement.task.kernel} | {judgement.task.problem.key} | {len(judgement.measured)} "
-            f"| {judgement.first.key} | {judgement.regret:.1%} | {judgement.best.key} "
-            f"| {judgement.correlation:.2f} | {judgement.ratio:.2f} |"
-        )
-    regrets = [judgement.regret for judgement in judged]
+    names = "kernel problem timed first regret best correlation ratio"
+    print(table(judged, names.split()))
+    regrets = [one.regret for one in judged]
     print(f"\nregret: median {statistics.median(regrets):.1%}, worst {max(regrets):.1%}")
 
 

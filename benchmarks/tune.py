@@ -18,8 +18,8 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.environment import gpu_at_hand, start_over
-from benchmarks.workloads import CATALOGUE, Workload, head
+from benchmarks.environment import Minutes, gpu_at_hand, start_over
+from benchmarks.workloads import TRAINED, Workload, head
 from tilegen.choose.families import kernels_of
 from tilegen.compiling.workers import Pool
 from tilegen.disk import write_whole
@@ -28,7 +28,7 @@ from tilegen.errors import TilegenError
 from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Kernel
 from tilegen.problem import AttentionProblem
-from tilegen.store import list_records, locations, look_up
+from tilegen.store import Location, list_records, locations, look_up
 from tilegen.task import KernelTask
 from tilegen.tuning.bench import compile_ahead
 from tilegen.tuning.measure import DeviceLost
@@ -39,27 +39,26 @@ Job = tuple[AttentionProblem, Kernel]
 
 def jobs(workloads: Sequence[Workload], spec: GpuSpec) -> list[Job]:
     """Return the kernels to tune: those of the forward first, no backward for what only serves."""
-    forward: list[Job] = [
+    return [
         (workload.problem, kernel)
+        for direction in TRAINED
         for workload in workloads
-        for kernel in kernels_of(workload.problem, spec, "forward")
+        if direction in workload.directions
+        for kernel in kernels_of(workload.problem, spec, direction)
     ]
-    backward: list[Job] = [
-        (workload.problem, kernel)
-        for workload in workloads
-        if "backward" in workload.directions
-        for kernel in kernels_of(workload.problem, spec, "backward")
-    ]
-    return forward + backward
+
+
+def own() -> list[Location]:
+    """Return the own directory of records."""
+    return [location for location in locations() if location.origin == "own"]
 
 
 def untuned(wanted: Sequence[Job], spec: GpuSpec) -> list[Job]:
     """Return the jobs without a measured record in the own directory."""
-    own = [location for location in locations() if location.origin == "own"]
     return [
         (problem, kernel)
         for problem, kernel in wanted
-        if look_up(KernelTask.of(kernel, problem, spec), where=own, borrow=False) is None
+        if look_up(KernelTask.of(kernel, problem, spec), where=own(), borrow=False) is None
     ]
 
 
@@ -97,19 +96,15 @@ def tune_all(todo: Sequence[Job], spec: GpuSpec, *, deadline: float, pack: Path 
 def pack_records(path: Path) -> None:
     """Put the records of the own directory into one archive, which is written whole."""
     root = current().cache_dir
-    own = [location for location in locations() if location.origin == "own"]
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz") as archive:
-        for listed in list_records(own):
+        for listed in list_records(own()):
             archive.add(root / listed.name, arcname=listed.name)
     write_whole(path, packed.getvalue())
 
 
 def main(
-    minutes: Annotated[float, typer.Option(help="Time limit for all kernels together.")] = 10.0,
-    whole: Annotated[
-        bool, typer.Option("--all", help="The whole catalogue instead of its head.")
-    ] = False,
+    minutes: Minutes = 10.0,
     pack: Annotated[
         Path | None, typer.Option(help="Archive (.tar.gz) to put the records into as well.")
     ] = None,
@@ -120,9 +115,8 @@ def main(
     """
     spec = gpu_at_hand("nothing to tune")
     deadline = time.monotonic() + 60 * minutes
-    todo = untuned(jobs(CATALOGUE if whole else head(), spec), spec)
     try:
-        failures = tune_all(todo, spec, deadline=deadline, pack=pack)
+        failures = tune_all(untuned(jobs(head(), spec), spec), spec, deadline=deadline, pack=pack)
     except DeviceLost as lost:
         print(f"{lost}; starting over with the next kernel", flush=True)
         start_over(deadline)

@@ -1,6 +1,6 @@
 """Quality of the model's ranking and of the search, by recorded timings; needs no GPU.
 
-    python -m benchmarks.tuner_quality
+    python -m benchmarks.tuner_quality --seeds 3
 
 Regret is the time of the config chosen over that of the best one recorded, less one. Strategies:
 
@@ -9,8 +9,7 @@ Regret is the time of the config chosen over that of the best one recorded, less
 - `no prior`  `tune` without proposals, over a shuffled space
 - `random`    configs in random order
 
-Recordings come from `python -m benchmarks.exhaustive`; beside them stands a synthetic set
-(benchmarks/synthetic.py), which says nothing about any GPU.
+Recordings come from `python -m benchmarks.exhaustive` and `python -m benchmarks.cpu_regret sweep`.
 """
 
 from __future__ import annotations
@@ -30,11 +29,10 @@ from unittest import mock
 import typer
 
 import tilegen
-from benchmarks import synthetic
 from benchmarks.environment import RESULTS, Environment
 from benchmarks.ranking import spearman
 from benchmarks.recordings import Recording, Replayed, committed, read
-from benchmarks.rows import append
+from benchmarks.rows import write
 from tilegen.choose.ranker import propose
 from tilegen.devices import device_named
 from tilegen.errors import NoRecord, TilegenError
@@ -56,11 +54,11 @@ DRAWS = 100
 
 @dataclass(frozen=True, kw_only=True)
 class QualityRow(Environment):
-    """One strategy on one recording: regret after each budget, over all seeds."""
+    """Regret of one strategy on one recording after a number of trials, over all seeds."""
 
     source: str
     """`measured`, or how the times were made up."""
-    recorded_gpu: str
+    recorded_on: str
     kernel: str
     problem: str
     space: int
@@ -71,24 +69,10 @@ class QualityRow(Environment):
     """Rank correlation of predicted and recorded times."""
     strategy: Strategy
     seeds: int
-    median_1: float
-    median_3: float
-    median_5: float
-    median_10: float
-    median_20: float
-    median_40: float
-    p20_1: float
-    p20_3: float
-    p20_5: float
-    p20_10: float
-    p20_20: float
-    p20_40: float
-    p80_1: float
-    p80_3: float
-    p80_5: float
-    p80_10: float
-    p80_20: float
-    p80_40: float
+    trials: int
+    median: float
+    p20: float
+    p80: float
 
 
 def ranking(recording: Recording) -> list[Candidate]:
@@ -143,7 +127,9 @@ def regrets(timings: dict[TileConfig, Measurement], tried: Sequence[TileConfig])
 
 
 def judge(recording: Recording, seeds: int) -> list[QualityRow]:
-    """Return one row per strategy. Raises TilegenError if the model proposes nothing."""
+    """Return a row for each strategy and number of trials. Raises TilegenError if the model
+    proposes nothing."""
+    session = recording.session
     candidates, timings = ranking(recording), recording.as_tuned()
     times = recording.times()
     predicted = {candidate.config: candidate.estimate.seconds for candidate in candidates}
@@ -153,25 +139,25 @@ def judge(recording: Recording, seeds: int) -> list[QualityRow]:
     for strategy in STRATEGIES:
         draws = {"model": 1, "random": DRAWS}.get(strategy, seeds)
         tried = [order(recording, candidates, strategy, seed) for seed in range(draws)]
-        by_budget = list(zip(*(regrets(timings, one) for one in tried), strict=True))
-        rows.append(
+        by_budget = zip(*(regrets(timings, one) for one in tried), strict=True)
+        rows += [
             QualityRow(
-                source=recording.session.source,
-                recorded_gpu=recording.session.gpu,
-                kernel=recording.session.kernel,
-                problem=recording.session.problem.key,
-                space=recording.session.space,
+                source=session.source,
+                recorded_on=session.gpu,
+                kernel=session.kernel,
+                problem=session.problem.key,
+                space=session.space,
                 timed=len(times),
                 spearman=correlation,
                 strategy=strategy,
                 seeds=draws,
-                **{
-                    f"{name}_{budget}": quantile(values, share)
-                    for name, share in (("median", 0.5), ("p20", 0.2), ("p80", 0.8))
-                    for budget, values in zip(BUDGETS, by_budget, strict=True)
-                },
+                trials=budget,
+                median=quantile(values, 0.5),
+                p20=quantile(values, 0.2),
+                p80=quantile(values, 0.8),
             )
-        )
+            for budget, values in zip(BUDGETS, by_budget, strict=True)
+        ]
     return rows
 
 
@@ -182,23 +168,24 @@ def quantile(values: Iterable[float], share: float) -> float:
 
 
 def table(rows: Sequence[QualityRow]) -> Iterator[str]:
-    """Yield the lines for the terminal: medians over the recordings of each source."""
+    """Yield the lines for the terminal: medians over the recordings of each device."""
     heads = "".join(f"{f'{budget} trials':>18}" for budget in BUDGETS)
-    for source in dict.fromkeys(row.source for row in rows):
-        mine = [row for row in rows if row.source == source]
-        correlation = statistics.median(row.spearman for row in mine)
-        count = len(mine) // len(STRATEGIES)
-        yield f"{source}: {count} recordings, median Spearman {correlation:.2f}"
+    for device in dict.fromkeys((row.source, row.recorded_on) for row in rows):
+        mine = [row for row in rows if (row.source, row.recorded_on) == device]
+        kernels = {(row.kernel, row.problem): row.spearman for row in mine}
+        correlation = statistics.median(kernels.values())
+        yield f"{' on '.join(device)}: {len(kernels)} recordings, median Spearman {correlation:.2f}"
         yield f"  {'regret in %':12}{heads}"
         for strategy in STRATEGIES:
             these = [row for row in mine if row.strategy == strategy]
-            yield f"  {strategy:12}" + "".join(f"{_cell(these, b):>18}" for b in BUDGETS)
+            cells = (_cell([row for row in these if row.trials == budget]) for budget in BUDGETS)
+            yield f"  {strategy:12}" + "".join(f"{cell:>18}" for cell in cells)
 
 
-def _cell(rows: Sequence[QualityRow], budget: int) -> str:
+def _cell(rows: Sequence[QualityRow]) -> str:
     """Return `median` or `median (p20..p80)` of the regret, in per cent."""
     median, low, high = (
-        f"{100 * statistics.median(getattr(row, f'{name}_{budget}') for row in rows):.0f}"
+        f"{100 * statistics.median(getattr(row, name) for row in rows):.0f}"
         for name in ("median", "p20", "p80")
     )
     return median if low == high else f"{median} ({low}..{high})"
@@ -209,10 +196,10 @@ def load(paths: Sequence[Path]) -> Iterator[Recording]:
     configs were one binary."""
     for path in paths:
         try:
-            recording_ = read(path)
-            for configs in recording_.one_binary():
+            loaded = read(path)
+            for configs in loaded.one_binary():
                 print(f"{path}: {one_binary_line(configs)}", flush=True)
-            recording = recording_.distinct()
+            recording = loaded.distinct()
             ranking(recording)
         except TilegenError as error:
             print(f"{path}: {error}", flush=True)
@@ -228,31 +215,23 @@ def main(
         list[Path] | None, typer.Argument(help="Recordings. Default: all that are committed.")
     ] = None,
     seeds: Annotated[int, typer.Option(help="Runs of each search on each recording.")] = 6,
-    with_synthetic: Annotated[
-        bool, typer.Option("--synthetic/--no-synthetic", help="The made-up set as well.")
-    ] = True,
     out: Annotated[Path, typer.Option(help="Result file; replaced.")] = (
         RESULTS / "cpu" / "tuner_quality.csv"
     ),
 ) -> None:
     """Report rank correlation and regret of the model and the search, from recorded timings.
 
-    Example: python -m benchmarks.tuner_quality --no-synthetic
+    Example: python -m benchmarks.tuner_quality --seeds 3
     """
     todo = list(load(recordings if recordings else committed()))
-    print(f"{len(todo)} recordings of GPUs", flush=True)
-    if with_synthetic:
-        made_up = list(synthetic.recordings())
-        print(f"{len(made_up)} SYNTHETIC recordings: made up, they say nothing about any GPU")
-        todo += made_up
+    if not todo:
+        print("no recording to judge by")
+        raise typer.Exit(1)
     Environment()  # before the processes fork: git and the driver are asked once
     with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as processes:
         rows = [row for rows in processes.map(judge, todo, [seeds] * len(todo)) for row in rows]
-    for line in table(rows):
-        print(line)
-    out.unlink(missing_ok=True)
-    for row in rows:
-        append(out, row)
+    print(*table(rows), sep="\n")
+    write(out, rows)
     print(f"median (p20..p80) over seeds, then the median over recordings; written to {out}")
 
 

@@ -38,176 +38,91 @@ class Workload:
 
 _parse = AttentionProblem.parse
 
+
+def _layer(
+    name: str,
+    problem: str,
+    source: str,
+    directions: tuple[Direction, ...] = TRAINED,
+    note: str = "",
+) -> Workload:
+    return Workload(
+        name=name, problem=_parse(problem), source=source, directions=directions, note=note
+    )
+
+
 CATALOGUE: tuple[Workload, ...] = (
-    Workload(
-        name="gpt2",
-        problem=_parse("b16 hq12 hkv12 q1024 kv1024 d64 bf16 causal"),
-        source="GPT-2 small: 12 heads of 64, context 1024",
-    ),
-    Workload(
-        name="bert-large",
-        problem=_parse("b32 hq16 hkv16 q512 kv512 d64 bf16 full"),
-        source="BERT large: 16 heads of 64, length 512",
-        note="without the padding mask: all sequences at full length",
-    ),
-    Workload(
-        name="llama3-8b-2k",
-        problem=_parse("b4 hq32 hkv8 q2048 kv2048 d128 bf16 causal"),
-        source="Llama 3 8B: 32 query and 8 key-value heads of 128",
-    ),
-    Workload(
-        name="llama3-8b-8k",
-        problem=_parse("b1 hq32 hkv8 q8192 kv8192 d128 bf16 causal"),
-        source="Llama 3 8B at its training length",
-    ),
-    Workload(
-        name="llama3-8b-32k",
-        problem=_parse("b1 hq32 hkv8 q32768 kv32768 d128 bf16 causal"),
-        source="Llama 3.1 8B, long context",
-    ),
-    Workload(
-        name="llama3-70b-8k",
-        problem=_parse("b2 hq64 hkv8 q8192 kv8192 d128 bf16 causal"),
-        source="Llama 3.1 70B; a row of NVIDIA's cudnn-frontend llama3.1 tables",
-    ),
-    Workload(
-        name="llama3-70b-tp8-prompt-2k",
-        problem=_parse("b1 hq8 hkv1 q2048 kv2048 d128 bf16 causal"),
-        source="Llama 3 70B on one of eight tensor-parallel ranks, a whole prompt",
-        directions=SERVED,
-    ),
-    Workload(
-        name="mistral-7b-16k",
-        problem=_parse("b1 hq32 hkv8 q16384 kv16384 d128 bf16 window(4095,0)"),
-        source="Mistral 7B v0.1: sliding window of 4096 tokens, itself included",
-    ),
-    Workload(
-        name="gemma2-9b-local-8k",
-        problem=_parse("b1 hq16 hkv8 q8192 kv8192 d256 bf16 window(4095,0)"),
-        source="Gemma 2 9B, the layers with a window of 4096",
-        note=SOFT_CAP,
-    ),
-    Workload(
-        name="gemma2-9b-global-8k",
-        problem=_parse("b1 hq16 hkv8 q8192 kv8192 d256 bf16 causal"),
-        source="Gemma 2 9B, the layers between those",
-        note=SOFT_CAP,
-    ),
-    Workload(
-        name="gpt-oss-window-8k",
-        problem=_parse("b2 hq64 hkv8 q8192 kv8192 d64 bf16 window(127,0)"),
-        source="gpt-oss: 64 query and 8 key-value heads of 64, window of 128 in every other layer",
-        note=SINKS,
-    ),
-    Workload(
-        name="gpt-oss-global-8k",
-        problem=_parse("b2 hq64 hkv8 q8192 kv8192 d64 bf16 causal"),
-        source="gpt-oss, the layers between those",
-        note=SINKS,
-    ),
-    Workload(
-        name="window-128-32k",
-        problem=_parse("b2 hq128 hkv128 q32768 kv32768 d64 bf16 window(127,0)"),
-        source="128 heads of 64, window of 128; a row of NVIDIA's cudnn-frontend gpt_oss tables",
-    ),
-    Workload(
-        name="qwen2.5-7b-8k",
-        problem=_parse("b1 hq28 hkv4 q8192 kv8192 d128 bf16 causal"),
-        source="Qwen 2.5 7B: 28 query and 4 key-value heads, groups of 7",
-    ),
-    Workload(
-        name="qwen3.5-d256-8k",
-        problem=_parse("b1 hq32 hkv2 q8192 kv8192 d256 bf16 causal"),
-        source="32 query and 2 key-value heads of 256; NVIDIA's cudnn-frontend qwen35 tables",
-    ),
-    Workload(
-        name="deepseek-v3-4k",
-        problem=_parse("b1 hq128 hkv128 q4096 kv4096 d192/128 bf16 causal"),
-        source="DeepSeek V3: 128 heads, keys of 192 and values of 128 after decompression",
-    ),
-    Workload(
-        name="deepseek-v3-absorbed-4k",
-        problem=_parse("b1 hq128 hkv1 q4096 kv4096 d576/512 bf16 causal latent"),
-        source="DeepSeek V2 and V3 with the projections absorbed: 128 query heads on one latent of "
-        "512 and 64 rotary columns (arXiv 2405.04434, section 2.1)",
-        directions=SERVED,
-    ),
-    Workload(
-        name="palm-540b-2k",
-        problem=_parse("b1 hq48 hkv1 q2048 kv2048 d256 bf16 causal"),
-        source="PaLM 540B: 48 query heads of 256 on one key-value head (arXiv 2204.02311, table 1)",
-    ),
-    Workload(
-        name="gemma-7b-8k",
-        problem=_parse("b1 hq16 hkv16 q8192 kv8192 d256 bf16 causal"),
-        source="Gemma 7B: 16 heads of 256 (arXiv 2403.08295, table 1)",
-    ),
-    Workload(
-        name="sd-vae-512",
-        problem=_parse("b4 hq1 hkv1 q4096 kv4096 d512 bf16 full"),
-        source="Stable Diffusion's autoencoder at 512 pixels: one head of 512 over 64 * 64 latents",
-    ),
-    Workload(
-        name="sdxl-vae-1024-fp32",
-        problem=_parse("b1 hq1 hkv1 q16384 kv16384 d512 fp32 full"),
-        source="SDXL's autoencoder at 1024 pixels, in fp32 since fp16 overflows: 128 * 128 latents",
-        directions=SERVED,
-    ),
-    Workload(
-        name="vit-l16-224",
-        problem=_parse("b64 hq16 hkv16 q197 kv197 d64 bf16 full"),
-        source="ViT-L/16 at 224 pixels: 14 * 14 + 1 tokens",
-    ),
-    Workload(
-        name="vit-l14-336",
-        problem=_parse("b32 hq16 hkv16 q577 kv577 d64 bf16 full"),
-        source="ViT-L/14 at 336 pixels: 24 * 24 + 1 tokens",
-    ),
-    Workload(
-        name="vit-b16-512",
-        problem=_parse("b32 hq12 hkv12 q1025 kv1025 d64 bf16 full"),
-        source="ViT-B/16 at 512 pixels: 32 * 32 + 1 tokens",
-    ),
-    Workload(
-        name="siglip-so400m",
-        problem=_parse("b32 hq16 hkv16 q729 kv729 d72 bf16 full"),
-        source="SigLIP so400m/14 at 384 pixels: 27 * 27 tokens, heads of 72",
-    ),
-    Workload(
-        name="sdxl-cross-1024",
-        problem=_parse("b1 hq10 hkv10 q4096 kv77 d64 bf16 full"),
-        source="SDXL's UNet at 1024 pixels: 10 heads of 64, 64 * 64 latents onto 77 tokens of text",
-    ),
-    Workload(
-        name="wan-14b-480p",
-        problem=_parse("b1 hq40 hkv40 q32760 kv32760 d128 bf16 full"),
-        source="Wan 2.1 14B, 81 frames of 832 * 480: 21 * 30 * 52 tokens, 40 heads of 128",
-    ),
-    Workload(
-        name="prefill-q256-kv128k",
-        problem=_parse("b1 hq8 hkv1 q256 kv131072 d128 bf16 causal(bottom_right)"),
-        source="Llama 3 70B on one of eight tensor-parallel ranks, last 256 tokens of 128k",
-        directions=SERVED,
-    ),
-    Workload(
-        name="prefill-q256-kv128k-64h",
-        problem=_parse("b1 hq64 hkv8 q256 kv131072 d128 bf16 causal(bottom_right)"),
-        source="Llama 3 70B on one GPU, last 256 tokens of 128k",
-        directions=SERVED,
-    ),
-    Workload(
-        name="suffix-q256-kv32k",
-        problem=_parse("b1 hq8 hkv1 q256 kv32768 d128 bf16 causal(bottom_right)"),
-        source="Llama 3 70B on one of eight tensor-parallel ranks, fine-tuned on the last 256 "
-        "tokens behind a cached prefix of 32k",
-    ),
-    Workload(
-        name="packed-documents-32k",
-        problem=_parse("b16 hq32 hkv8 q2048 kv2048 d128 bf16 causal"),
-        source="32k tokens of documents packed into one sequence, as in language-model pretraining",
-        note="16 equal documents, one per batch entry; mask-documents has them in one sequence",
-    ),
-)
+    _layer("gpt2", "b16 hq12 q1024 d64 bf16 causal",
+           "GPT-2 small: 12 heads of 64, context 1024"),
+    _layer("bert-large", "b32 hq16 q512 d64 bf16 full",
+           "BERT large: 16 heads of 64, length 512",
+           note="without the padding mask: all sequences at full length"),
+    _layer("llama3-8b-2k", "b4 hq32 hkv8 q2048 d128 bf16 causal",
+           "Llama 3 8B: 32 query and 8 key-value heads of 128"),
+    _layer("llama3-8b-8k", "b1 hq32 hkv8 q8192 d128 bf16 causal",
+           "Llama 3 8B at its training length"),
+    _layer("llama3-8b-32k", "b1 hq32 hkv8 q32768 d128 bf16 causal",
+           "Llama 3.1 8B, long context"),
+    _layer("llama3-70b-8k", "b2 hq64 hkv8 q8192 d128 bf16 causal",
+           "Llama 3.1 70B; a row of NVIDIA's cudnn-frontend llama3.1 tables"),
+    _layer("llama3-70b-tp8-prompt-2k", "b1 hq8 hkv1 q2048 d128 bf16 causal",
+           "Llama 3 70B on one of eight tensor-parallel ranks, a whole prompt", directions=SERVED),
+    _layer("mistral-7b-16k", "b1 hq32 hkv8 q16384 d128 bf16 window(4095,0)",
+           "Mistral 7B v0.1: sliding window of 4096 tokens, itself included"),
+    _layer("gemma2-9b-local-8k", "b1 hq16 hkv8 q8192 d256 bf16 window(4095,0)",
+           "Gemma 2 9B, the layers with a window of 4096", note=SOFT_CAP),
+    _layer("gemma2-9b-global-8k", "b1 hq16 hkv8 q8192 d256 bf16 causal",
+           "Gemma 2 9B, the layers between those", note=SOFT_CAP),
+    _layer("gpt-oss-window-8k", "b2 hq64 hkv8 q8192 d64 bf16 window(127,0)",
+           "gpt-oss: 64 query and 8 key-value heads of 64, window of 128 in every other layer",
+           note=SINKS),
+    _layer("gpt-oss-global-8k", "b2 hq64 hkv8 q8192 d64 bf16 causal",
+           "gpt-oss, the layers between those", note=SINKS),
+    _layer("window-128-32k", "b2 hq128 q32768 d64 bf16 window(127,0)",
+           "128 heads of 64, window of 128; a row of NVIDIA's cudnn-frontend gpt_oss tables"),
+    _layer("qwen2.5-7b-8k", "b1 hq28 hkv4 q8192 d128 bf16 causal",
+           "Qwen 2.5 7B: 28 query and 4 key-value heads, groups of 7"),
+    _layer("qwen3.5-d256-8k", "b1 hq32 hkv2 q8192 d256 bf16 causal",
+           "32 query and 2 key-value heads of 256; NVIDIA's cudnn-frontend qwen35 tables"),
+    _layer("deepseek-v3-4k", "b1 hq128 q4096 d192/128 bf16 causal",
+           "DeepSeek V3: 128 heads, keys of 192 and values of 128 after decompression"),
+    _layer("deepseek-v3-absorbed-4k", "b1 hq128 hkv1 q4096 d576/512 bf16 causal latent",
+           "DeepSeek V2 and V3 with the projections absorbed: 128 query heads on one latent of 512 "
+           "and 64 rotary columns (arXiv 2405.04434, section 2.1)",
+           directions=SERVED),
+    _layer("palm-540b-2k", "b1 hq48 hkv1 q2048 d256 bf16 causal",
+           "PaLM 540B: 48 query heads of 256 on one key-value head (arXiv 2204.02311, table 1)"),
+    _layer("gemma-7b-8k", "b1 hq16 q8192 d256 bf16 causal",
+           "Gemma 7B: 16 heads of 256 (arXiv 2403.08295, table 1)"),
+    _layer("sd-vae-512", "b4 hq1 q4096 d512 bf16 full",
+           "Stable Diffusion's autoencoder at 512 pixels: one head of 512 over 64 * 64 latents"),
+    _layer("sdxl-vae-1024-fp32", "b1 hq1 q16384 d512 fp32 full",
+           "SDXL's autoencoder at 1024 pixels, in fp32 since fp16 overflows: 128 * 128 latents",
+           directions=SERVED),
+    _layer("vit-l16-224", "b64 hq16 q197 d64 bf16 full",
+           "ViT-L/16 at 224 pixels: 14 * 14 + 1 tokens"),
+    _layer("vit-l14-336", "b32 hq16 q577 d64 bf16 full",
+           "ViT-L/14 at 336 pixels: 24 * 24 + 1 tokens"),
+    _layer("vit-b16-512", "b32 hq12 q1025 d64 bf16 full",
+           "ViT-B/16 at 512 pixels: 32 * 32 + 1 tokens"),
+    _layer("siglip-so400m", "b32 hq16 q729 d72 bf16 full",
+           "SigLIP so400m/14 at 384 pixels: 27 * 27 tokens, heads of 72"),
+    _layer("sdxl-cross-1024", "b1 hq10 q4096 kv77 d64 bf16 full",
+           "SDXL's UNet at 1024 pixels: 10 heads of 64, 64 * 64 latents onto 77 tokens of text"),
+    _layer("wan-14b-480p", "b1 hq40 q32760 d128 bf16 full",
+           "Wan 2.1 14B, 81 frames of 832 * 480: 21 * 30 * 52 tokens, 40 heads of 128"),
+    _layer("prefill-q256-kv128k", "b1 hq8 hkv1 q256 kv131072 d128 bf16 causal(bottom_right)",
+           "Llama 3 70B on one of eight tensor-parallel ranks, last 256 tokens of 128k",
+           directions=SERVED),
+    _layer("prefill-q256-kv128k-64h", "b1 hq64 hkv8 q256 kv131072 d128 bf16 causal(bottom_right)",
+           "Llama 3 70B on one GPU, last 256 tokens of 128k", directions=SERVED),
+    _layer("suffix-q256-kv32k", "b1 hq8 hkv1 q256 kv32768 d128 bf16 causal(bottom_right)",
+           "Llama 3 70B on one of eight tensor-parallel ranks, fine-tuned on the last 256 tokens "
+           "behind a cached prefix of 32k"),
+    _layer("packed-documents-32k", "b16 hq32 hkv8 q2048 d128 bf16 causal",
+           "32k tokens of documents packed into one sequence, as in language-model pretraining",
+           note="16 equal documents, one per batch entry; mask-documents has them in one sequence"),
+)  # fmt: skip
 
 HEAD = ("llama3-8b-8k", "gpt-oss-window-8k", "bert-large", "deepseek-v3-4k", "prefill-q256-kv128k")
 """Names of the workloads that are tuned and measured first: causal, windowed, full, unequal head

@@ -1,7 +1,7 @@
 """Cases of the experiments on a GPU, and what the model says that they should find.
 
 A case is one process under the profiler; several cases together may decide one thing. E2 is the
-study without a GPU, E8 to E12 are not here. tilegen emits no fused kernel, and E1's problems split
+study without a GPU, E7 to E12 are not here. tilegen emits no fused kernel, and E1's problems split
 no keys, so E1 does without both.
 """
 
@@ -32,14 +32,9 @@ EXPERIMENTS = {
     "E4": "the backward family that should move fewest wire bytes does; exponentials as predicted",
     "E5": "the same with shared memory capped at 48, 64, 99 and 163 KB",
     "E6": "DRAM bytes equal the model of L2 within 10 %",
-    "E7": "an addition into slow memory costs between one and two transfers",
 }
 WIRE_TOLERANCE, DRAM_TOLERANCE, EXP_TOLERANCE = 0.03, 0.10, 0.20
 EXACT_FROM = 4096
-WAYS = ("atomic", "load_store", "store")
-"""Ways in which E7 adds: see atomics.py."""
-BUFFERS = (8 * 2**20, 512 * 2**20)
-"""Sizes of a buffer that L2 holds and of one that no L2 holds [bytes]."""
 PEERS = ("sdpa-flash", "sdpa-cudnn", "flex")
 
 
@@ -51,9 +46,8 @@ class Case:
     group: str
     """Name that cases which are compared with each other have in common."""
     problem: str
-    """Key of the problem; for E7 the size of the buffer [bytes]."""
     provider: str
-    """Name of who computes: tilegen, one of PEERS, or how E7 adds."""
+    """Name of who computes: tilegen, or one of PEERS."""
     family: str = ""
     configs: Mapping[str, str] | None = None
     """Keys of configs by kernel; libraries have none."""
@@ -109,7 +103,7 @@ def predicted_dram(case: Case, gpu: GpuSpec) -> dict[Kernel, int]:
 
 def cases(gpu: GpuSpec, only: Sequence[str] = ()) -> list[Case]:
     """Return every case, of each experiment in turn, so that a time limit costs all of them."""
-    makers = {"E1": _e1, "E3": _e3, "E4": _e4, "E5": _e5, "E6": _e6, "E7": _e7}
+    makers = {"E1": _e1, "E3": _e3, "E4": _e4, "E5": _e5, "E6": _e6}
     chosen = [list(make(gpu)) for name, make in makers.items() if not only or name in only]
     return [case for case in chain(*zip_longest(*chosen)) if case is not None]
 
@@ -158,13 +152,6 @@ def _e6(gpu: GpuSpec) -> Iterator[Case]:
             yield _ours("E6", f"N_kv={seqlen_kv} {rank}", problem, configs, "", gpu)
 
 
-def _e7(gpu: GpuSpec) -> Iterator[Case]:
-    for buffer_bytes in BUFFERS:
-        for how in WAYS:
-            size = f"{buffer_bytes // 2**20} MB"
-            yield Case(experiment="E7", group=size, problem=str(buffer_bytes), provider=how)
-
-
 def _dense(seqlen: int, head_dim: int) -> AttentionProblem:
     return AttentionProblem.parse(f"b1 hq2 hkv2 q{seqlen} kv{seqlen} d{head_dim} bf16 full")
 
@@ -211,27 +198,20 @@ def _different(
             by_side.setdefault(side, candidate.config)
         choices[kernel] = list(by_side.values())
     for rank in range(min(most, max(map(len, choices.values())))):
-        yield {kernel: found[min(rank, len(found) - 1)] for kernel, found in choices.items()}
+        yield {kernel: of[min(rank, len(of) - 1)] for kernel, of in choices.items()}
 
 
 def _ours(
-    experiment: str,
-    group: str,
-    problem: AttentionProblem,
-    configs: Mapping[Kernel, TileConfig],
-    family: str,
-    gpu: GpuSpec,
-) -> Case:
+    experiment: str, group: str, problem: AttentionProblem,
+    configs: Mapping[Kernel, TileConfig], family: str, gpu: GpuSpec,
+) -> Case:  # fmt: skip
     way: Direction = "forward" if next(iter(configs)).startswith("fwd") else "backward"
+    keys = {kernel: config.key for kernel, config in configs.items()}
+    rows = rows_for(problem, gpu, way)
     return Case(
-        experiment=experiment,
-        group=group,
-        problem=problem.key,
-        provider="tilegen",
-        family=family,
-        configs={kernel: config.key for kernel, config in configs.items()},
-        panel_rows=rows_for(problem, gpu, way),
-    )
+        experiment=experiment, group=group, problem=problem.key, provider="tilegen",
+        family=family, configs=keys, panel_rows=rows,
+    )  # fmt: skip
 
 
 def _peer(experiment: str, group: str, problem: AttentionProblem, peer: str) -> Case:

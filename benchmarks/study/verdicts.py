@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from benchmarks.counters import DRAM_READ, DRAM_WRITE, READ, WRITE, Counted
@@ -33,9 +33,10 @@ LOCAL = (
     "l1tex__t_bytes_pipe_lsu_mem_local_op_st.sum",
 )
 """Counters of spilled registers [bytes]: they cross the wire too, and no formula has them."""
-REDUCTIONS = ("lts__t_sectors_op_red.sum", "lts__t_sectors_op_atom.sum")
 NEEDED = (READ, WRITE, DRAM_READ, DRAM_WRITE)
-WANTED = (*NEEDED, TIME, EXPS, *LOCAL, *REDUCTIONS)
+WANTED = (*NEEDED, TIME, EXPS, *LOCAL)
+OF_CASE = ("experiment", "group", "problem", "provider", "family")
+"""Columns that a row shares with its case."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,25 +119,32 @@ def function_names(case: Case) -> dict[Kernel, str]:
 def group_rows(rows: Sequence[MeasureRow]) -> list[MeasureRow]:
     """Return the rows that compare the cases of a group: which family moves least, and E4's
     exponentials."""
-    wires = {row.family: row for row in rows if row.quantity == "wire bytes, all kernels"}
-    ours = {family: row for family, row in wires.items() if row.provider == "tilegen"}
+    wires = [
+        row
+        for row in rows
+        if row.quantity == "wire bytes, all kernels" and row.provider == "tilegen"
+    ]
     group: list[MeasureRow] = []
-    if len(ours) > 1:
-        group.append(_fewest(list(ours.values())))
-    exps = {row.family: row.measured for row in rows if row.quantity == "exponentials"}
-    if {"two_pass", "small_cache"} <= exps.keys():
-        some = next(iter(ours.values()))
-        passes, small = exps["two_pass"], exps["small_cache"]
-        ratio = small / passes if small and passes else None
+    if len(wires) > 1:
+        expected = min(wires, key=lambda row: row.predicted or 0.0)
+        order = sorted(wires, key=lambda row: row.measured or 0.0)
+        least = order[0].measured
         group.append(
             _row(
-                some,
-                quantity="exponentials, small cache over two passes",
-                predicted_value=0.5,
-                measured=ratio,
-                tolerance=EXP_TOLERANCE,
+                expected,
+                "wire bytes over the fewest measured",
+                (expected.measured or 0.0) / least if least else None,
+                expected=1.0,
+                tolerance=WIRE_TOLERANCE,
+                detail="measured: " + " < ".join(row.family for row in order),
             )
         )
+    exps = {row.family: row.measured for row in rows if row.quantity == "exponentials"}
+    if {"two_pass", "small_cache"} <= exps.keys():
+        passes, small = exps["two_pass"], exps["small_cache"]
+        ratio, what = small / passes if small and passes else None, "small cache over two passes"
+        of_exps = f"exponentials, {what}"
+        group.append(_row(wires[0], of_exps, ratio, expected=0.5, tolerance=EXP_TOLERANCE))
     return group
 
 
@@ -162,8 +170,11 @@ def verdicts(rows: Sequence[MeasureRow], broken: Mapping[str, int]) -> Iterator[
 # --------------------------------------------------------------------------------------------------
 # Rows
 
+Values = Mapping[Kernel, Mapping[str, float]]
+"""Counts of each kernel by metric."""
 
-def _wire_rows(case: Case, values: Mapping[Kernel, dict[str, float]]) -> Iterator[MeasureRow]:
+
+def _wire_rows(case: Case, values: Values) -> Iterator[MeasureRow]:
     short = AttentionProblem.parse(case.problem).seqlen_q < EXACT_FROM
     for kernel, moved in predicted(case).items():
         for quantity, expected, metric in (
@@ -172,121 +183,71 @@ def _wire_rows(case: Case, values: Mapping[Kernel, dict[str, float]]) -> Iterato
         ):
             yield _row(
                 case,
+                quantity,
+                values[kernel][metric],
                 kernel=kernel,
-                quantity=quantity,
-                predicted_value=expected,
-                measured=values[kernel][metric],
+                expected=expected,
                 tolerance=None if short else WIRE_TOLERANCE,
                 detail=_spilled(values[kernel]),
             )
 
 
-def _dram_rows(
-    case: Case, values: Mapping[Kernel, dict[str, float]], gpu: GpuSpec
-) -> Iterator[MeasureRow]:
+def _dram_rows(case: Case, values: Values, gpu: GpuSpec) -> Iterator[MeasureRow]:
     for kernel, expected in predicted_dram(case, gpu).items():
         counted = values[kernel]
         yield _row(
             case,
+            "DRAM bytes",
+            counted[DRAM_READ] + counted[DRAM_WRITE],
             kernel=kernel,
-            quantity="DRAM bytes",
-            predicted_value=expected,
-            measured=counted[DRAM_READ] + counted[DRAM_WRITE],
+            expected=expected,
             tolerance=DRAM_TOLERANCE,
             detail=f"{counted.get(TIME, 0) / 1e3:.0f} us",
         )
 
 
-def _family_rows(case: Case, values: Mapping[Kernel, dict[str, float]]) -> Iterator[MeasureRow]:
-    moved = predicted(case).values()
-    all_kernels = list(values.values())
-    microseconds = sum(counted.get(TIME, 0.0) for counted in all_kernels) / 1e3
-    yield _row(
-        case,
-        quantity="wire bytes, all kernels",
-        predicted_value=sum(one.read_bytes + one.write_bytes for one in moved),
-        measured=sum(counted[READ] + counted[WRITE] for counted in all_kernels),
-        detail=f"{microseconds:.0f} us" + "".join(_spilled(one) for one in all_kernels),
-    )
-    dram = sum(counted[DRAM_READ] + counted[DRAM_WRITE] for counted in all_kernels)
-    yield _row(case, quantity="DRAM bytes, all kernels", measured=dram)
-    if all(EXPS in counted for counted in all_kernels):
-        exps = sum(counted[EXPS] for counted in all_kernels)
-        yield _row(case, quantity="exponentials", measured=exps, detail="instructions of a warp")
+def _all_kernels(
+    case: Case, counted: Sequence[Mapping[str, float]], *, expected: float | None, detail: str
+) -> Iterator[MeasureRow]:
+    microseconds = sum(one.get(TIME, 0.0) for one in counted) / 1e3
+    detail = f"{microseconds:.0f} us{detail}"
+    wire = sum(one[READ] + one[WRITE] for one in counted)
+    yield _row(case, "wire bytes, all kernels", wire, expected=expected, detail=detail)
+    dram = sum(one[DRAM_READ] + one[DRAM_WRITE] for one in counted)
+    yield _row(case, "DRAM bytes, all kernels", dram)
+
+
+def _family_rows(case: Case, values: Values) -> Iterator[MeasureRow]:
+    counted = list(values.values())
+    expected = sum(one.read_bytes + one.write_bytes for one in predicted(case).values())
+    spilled = "".join(map(_spilled, counted))
+    yield from _all_kernels(case, counted, expected=expected, detail=spilled)
+    if all(EXPS in one for one in counted):
+        exps = sum(one[EXPS] for one in counted)
+        yield _row(case, "exponentials", exps, detail="instructions of a warp")
 
 
 def _without_prediction(
-    case: Case, by_function: Mapping[str, dict[str, float]]
+    case: Case, by_function: Mapping[str, Mapping[str, float]]
 ) -> Iterator[MeasureRow]:
-    """Yield the rows of a library's kernels, or of E7's additions."""
-    if case.experiment == "E7":
-        by_function = {
-            name: values for name, values in by_function.items() if name.startswith("add_")
-        }
-    if not by_function or any(
-        metric not in one for one in by_function.values() for metric in NEEDED
-    ):
+    """Yield the rows of a library's kernels."""
+    counted = list(by_function.values())
+    if not counted or any(metric not in one for one in counted for metric in NEEDED):
         raise RuntimeError(f"ncu counted nothing of {case.name}")
-    total = {metric: sum(one[metric] for one in by_function.values()) for metric in NEEDED}
-    microseconds = sum(one.get(TIME, 0.0) for one in by_function.values()) / 1e3
-    wire = total[READ] + total[WRITE]
-    if case.experiment == "E7":
-        yield _addition(
-            case, wire, f"{microseconds:.0f} us, {_reduced(by_function)} reduced sectors"
-        )
-        return
-    detail = f"{microseconds:.0f} us, {', '.join(by_function)}"
-    yield _row(case, quantity="wire bytes, all kernels", measured=wire, detail=detail)
-    dram = total[DRAM_READ] + total[DRAM_WRITE]
-    yield _row(case, quantity="DRAM bytes, all kernels", measured=dram)
-
-
-def _addition(case: Case, wire: float, detail: str) -> MeasureRow:
-    """E7: transfers per word added; atomics must lie between a store and a load with a store."""
-    from benchmarks.study.atomics import ADDITIONS
-
-    transfers = wire / (ADDITIONS * int(case.problem))
-    expected = {"atomic": 1.0, "store": 1.0, "load_store": 2.0}[case.provider]
-    row = _row(
-        case,
-        quantity="transfers per word added",
-        predicted_value=expected,
-        measured=transfers,
-        tolerance=WIRE_TOLERANCE,
-        detail=detail,
-    )
-    if case.provider != "atomic":
-        return row
-    inside = 1 - WIRE_TOLERANCE <= transfers <= 2 + 2 * WIRE_TOLERANCE
-    return replace(row, tolerance=1.0, verdict="pass" if inside else "fail")
-
-
-def _fewest(rows: Sequence[MeasureRow]) -> MeasureRow:
-    """Judge a ranking: the family predicted to move least, over the least that was measured."""
-    expected = min(rows, key=lambda row: row.predicted or 0.0)
-    least = min(row.measured or 0.0 for row in rows)
-    order = sorted(rows, key=lambda row: row.measured or 0.0)
-    return _row(
-        expected,
-        quantity="wire bytes over the fewest measured",
-        predicted_value=1.0,
-        measured=(expected.measured or 0.0) / least if least else None,
-        tolerance=WIRE_TOLERANCE,
-        detail="measured: " + " < ".join(row.family for row in order),
-    )
+    yield from _all_kernels(case, counted, expected=None, detail=f", {', '.join(by_function)}")
 
 
 def _row(
     of: Case | MeasureRow,
-    *,
     quantity: str,
+    measured: float | None,
+    *,
     kernel: str = "",
-    predicted_value: float | None = None,
-    measured: float | None = None,
+    expected: float | None = None,
     tolerance: float | None = None,
     detail: str = "",
 ) -> MeasureRow:
-    ratio = measured / predicted_value if predicted_value and measured is not None else None
+    ratio = measured / expected if expected and measured is not None else None
     verdict: Verdict = "measured"
     if tolerance is not None:
         verdict = "pass" if ratio is not None and abs(ratio - 1) <= tolerance else "fail"
@@ -296,15 +257,11 @@ def _row(
     else:
         config = of.config
     return MeasureRow(
-        experiment=of.experiment,
-        group=of.group,
-        problem=of.problem,
-        provider=of.provider,
-        family=of.family,
+        **{name: getattr(of, name) for name in OF_CASE},
         kernel=kernel,
         config=config,
         quantity=quantity,
-        predicted=predicted_value,
+        predicted=expected,
         measured=measured,
         ratio=None if ratio is None else round(ratio, 4),
         tolerance=tolerance,
@@ -316,7 +273,3 @@ def _row(
 def _spilled(counted: Mapping[str, float]) -> str:
     spilled = sum(counted.get(metric, 0.0) for metric in LOCAL)
     return f" spilled {spilled:.0f} bytes" if spilled else ""
-
-
-def _reduced(by_function: Mapping[str, dict[str, float]]) -> int:
-    return int(sum(one.get(metric, 0.0) for one in by_function.values() for metric in REDUCTIONS))

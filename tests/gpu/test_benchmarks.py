@@ -75,13 +75,12 @@ def test_rows_of_few_queries_are_right(
     assert [row["status"] for row in lines] == ["ok"] * 3, [row["detail"] for row in lines]
 
 
-def test_profiled_programs_run(spec: GpuSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every family, of both passes, and every way to add."""
+def test_profiled_programs_run(spec: GpuSpec) -> None:
+    """Every family, of both passes."""
     small = AttentionProblem.parse("b1 hq2 hkv2 q64 kv64 d64 bf16 full")
     forward = experiments._families("E3", small, "forward", spec)
     backward = experiments._families("E4", small, "backward", spec)
-    monkeypatch.setattr(experiments, "BUFFERS", (4 * 64 * 64 * 2,))
-    cases = [*forward, *backward, *experiments._e7(spec)]
-    assert {case.experiment for case in cases} == {"E3", "E4", "E7"}
+    cases = [*forward, *backward]
+    assert {case.experiment for case in cases} == {"E3", "E4"}
     for case in cases:
         io_counters._runner(experiments.Case.from_json(case.to_json()))()

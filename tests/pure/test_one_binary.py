@@ -27,6 +27,7 @@ from tilegen.kernels.config import TileConfig
 from tilegen.problem import AttentionProblem
 from tilegen.store import TuningRecord
 from tilegen.store.trials import Conditions, Trial, join_trials, of_one_binary, trial_line
+from tilegen.task import KernelTask
 from tilegen.tuning.bench import Bench
 from tilegen.tuning.measure import Measurement
 
@@ -118,7 +119,7 @@ def test_the_judge_of_recordings_says_so_in_a_line(recorded: Path, tmp_path: Pat
     app = typer.Typer()
     app.command()(tuner_quality.main)
     out = tmp_path / "rows.csv"
-    arguments = [str(recorded), "--seeds", "1", "--no-synthetic", "--out", str(out)]
+    arguments = [str(recorded), "--seeds", "1", "--out", str(out)]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     expected = f"{recorded}: one binary was timed as m64n64w4s2, m64n64w4s3: it counts once"
@@ -132,7 +133,8 @@ def test_who_records_says_so_too(
     monkeypatch.setattr(exhaustive, "search_space", lambda *_: SPACE)
     monkeypatch.setattr(exhaustive, "real_bench", lambda *_: Bench(measure=of, compile=iter))
     problem = read(recorded).session.problem
-    exhaustive._record_one(problem, "fwd", H200, recorded.parents[1], None, time.monotonic() + 60)
+    task = KernelTask.of("fwd", problem, H200)
+    exhaustive._record_one(task, recorded.parents[1], None, time.monotonic() + 60)
     lines = capsys.readouterr().out.splitlines()
     assert "3 of 3 timed, complete" in lines[0]
     assert lines[1:] == [
