@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from tests.support.records import PROBLEM, RECORD, own, timed
 from tilegen.store import files, trials
 from tilegen.store.transfer import put_trials
 from tilegen.store.trials import Conditions, Trial, join_trials, trial_line, trials_path
+from tilegen.tuning.surroundings import Surroundings
+from tilegen.tuning.trials import TrialLog
 
 CONDITIONS = Conditions(
     problem=PROBLEM.key, arch="sm_90", triton="3.7.1", driver="580", template_digest="ab"
@@ -81,3 +84,20 @@ def test_trials_beyond_the_limit_go_the_oldest_first(monkeypatch: pytest.MonkeyP
         assert join_trials(order, "fwd").splitlines() == lines[15:]
     joined = join_trials([b"\n".join(lines[:18]), *lines[4:]], "fwd")
     assert joined.splitlines() == lines[15:]
+
+
+def test_the_line_of_an_older_tilegen_does_not_replace_the_original(tmp_path: Path) -> None:
+    """An older tilegen drops the surroundings of trials that it joins."""
+    around = Surroundings(clock_mhz=1980, throttled=(), others=0)
+    measured = replace(RECORD.measurement, surroundings=around)
+    trial = Trial(config=RECORD.config, measurement=measured, date=RECORD.date)
+    lines = [
+        json.dumps(trial_line(one, CONDITIONS)).encode()
+        for one in (trial, replace(trial, measurement=RECORD.measurement))
+    ]
+    for order in (lines, lines[::-1]):
+        log = TrialLog(tmp_path, "h200", "fwd", PROBLEM, CONDITIONS)
+        log.file.parent.mkdir(parents=True, exist_ok=True)
+        log.file.write_bytes(join_trials(order, "fwd"))
+        (read,) = log.read().values()
+        assert read.measurement == measured

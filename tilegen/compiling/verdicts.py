@@ -8,7 +8,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 from subprocess import SubprocessError
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tilegen.disk import log
 from tilegen.emit.identity import kernel_digest
@@ -16,7 +16,7 @@ from tilegen.emit.kernel_files import folder_of, write_beside
 from tilegen.emit.render import render
 from tilegen.errors import BuildFailed, InvalidRecord, Unsupported
 from tilegen.model.resources import NUMBERS, Resources, StepCode
-from tilegen.store.fields import Fields, parse_json
+from tilegen.store.fields import Fields, Form, parse_json, rule
 from tilegen.store.files import read_bytes, text_of
 from tilegen.store.versions import installed
 
@@ -82,20 +82,19 @@ def _read(path: Path, triton: str, kernel: Kernel) -> Resources | BuildFailed | 
             return None
         if failed := fields.text("failed", longest=MAX_MESSAGE):
             return BuildFailed(failed)
-        sizes: dict[str, Any] = {
-            name: fields.integer(name, 0, 2**31)
-            for name in ("shared_bytes", "registers", "spill_bytes")
-        }
-        return Resources(**sizes, step_code=_step_code(fields, kernel))
+        code = None
+        if not fields.is_null("step_code"):
+            code = _STEP_CODE.read(fields.group("step_code"), kernel=kernel)
+        return _RESOURCES.read(fields, step_code=code)
     except InvalidRecord as error:
         log.debug("verdict %s is damaged (%s); asked again", path, error)
         return None
 
 
-def _step_code(fields: Fields, kernel: Kernel) -> StepCode | None:
-    if fields.is_null("step_code"):
-        return None
-    code = fields.group("step_code")
-    numbers = {name: code.integer(name, 0, 2**31) for name in (*NUMBERS, "rows")}
-    flags = {name: code.flag(name) for name in ("asynchronous", "serialized")}
-    return StepCode(**numbers, **flags, kernel=kernel)
+_COUNT, _FLAG = rule(Fields.integer, 0, 2**31), rule(Fields.flag)
+_RESOURCES = Form(Resources, shared_bytes=_COUNT, registers=_COUNT, spill_bytes=_COUNT)
+_STEP_CODE = Form(
+    StepCode,
+    **dict.fromkeys((*NUMBERS, "rows"), _COUNT),
+    **dict.fromkeys(("asynchronous", "serialized"), _FLAG),
+)

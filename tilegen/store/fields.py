@@ -76,22 +76,20 @@ class Fields:
 
     def groups(self, name: str, most: int) -> list[Fields]:
         """Return the fields of each JSON object in a list of at most `most`."""
-        value = self._get(name)
-        if not isinstance(value, list) or len(value) > most:
-            self._refuse(name, f"a list of at most {most} JSON objects", value)
-        return [
-            fields_of(item, f"{self.where}{name}[{index}]")
-            for index, item in enumerate(cast("list[Any]", value))
-        ]
+        entries = self._list(name, most, "JSON objects")
+        return [fields_of(item, f"{self.where}{name}[{i}]") for i, item in enumerate(entries)]
 
     def texts(self, name: str, pattern: str, expected: str, most: int) -> tuple[str, ...]:
         """Return a list of at most `most` texts, each matched whole by `pattern`."""
-        value = self._get(name)
-        if not isinstance(value, list) or len(value) > most:
-            self._refuse(name, f"a list of at most {most} texts", value)
-        entries = {str(i): item for i, item in enumerate(cast("list[Any]", value))}
+        entries = {str(i): item for i, item in enumerate(self._list(name, most, "texts"))}
         items = Fields(entries, f"{self.where}{name}.")
         return tuple(items.text(i, pattern, expected) for i in entries)
+
+    def _list(self, name: str, most: int, of: str) -> list[Any]:
+        value = self._get(name)
+        if not isinstance(value, list) or len(value) > most:
+            self._refuse(name, f"a list of at most {most} {of}", value)
+        return cast("list[Any]", value)
 
     def is_null(self, name: str) -> bool:
         """Return True if the field is null. A missing field raises InvalidRecord."""

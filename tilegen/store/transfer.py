@@ -170,12 +170,12 @@ def export(
         if reason := listed.reason or (why_not_valid(record) if record else ""):
             moved.append(_refused(listed.file, reason))
         elif record and wanted.has(slug(record.gpu), record.kernel):
-            known = records.get(listed.name)
-            if known is not None and known.key != record.key:
+            known = records.setdefault(listed.name, record)
+            if known.key != record.key:
                 reason = f"another location has one about {known.key} at its place"
                 moved.append(_refused(listed.file, reason))
                 continue
-            records[listed.name] = record if known is None else join([known, record])
+            records[listed.name] = join([known, record])
             moved.append(Transferred(file=listed.file, action="added"))
     lines: list[Any] = [{"record": json.loads(records[name].to_json())} for name in sorted(records)]
     for source in sources:

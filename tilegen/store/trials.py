@@ -27,6 +27,7 @@ from tilegen.store.forms import (
 from tilegen.store.record import slug
 from tilegen.store.versions import Versions, is_credible, now
 from tilegen.tuning.measure import POLICY, Measurement
+from tilegen.tuning.surroundings import UNKNOWN
 
 MAX_TRIALS_BYTES = 64 * 2**20
 """Maximum size of a file of trials [bytes]."""
@@ -166,8 +167,9 @@ _TRIAL = Form(
     source=sparse(SOURCE),
 )
 
-Entry = tuple[bool, str, bytes]
-"""The sort key of a line to keep (True if its date is credible, then the date), and the line."""
+Entry = tuple[bool, str, bool, bytes]
+"""The sort key of a line to keep, and the line: True if its date is credible, the date, True if
+surroundings are known. So the copy of an older tilegen, which drops them, comes before."""
 
 
 def join_trials(
@@ -198,9 +200,9 @@ def _entry(line: bytes, kernel: Kernel) -> Entry | None:
         if (parsed := parse_trial(line, kernel)) is None:
             return None
         text = json.dumps(trial_line(*parsed), allow_nan=False)
-        date = parsed[0].date
-        return is_credible(date), date, text.encode()
+        date, is_known = parsed[0].date, parsed[0].measurement.surroundings != UNKNOWN
+        return is_credible(date), date, is_known, text.encode()
     except OtherSchema:  # only the tilegen that wrote the line can read it
-        return False, "", line
+        return False, "", False, line
     except InvalidRecord:  # cut when its writer was killed, or no trial
         return None
