@@ -24,8 +24,7 @@ from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import KERNELS
 from tilegen.problem import AttentionProblem
 from tilegen.store.fields import Fields, parse_json
-from tilegen.store.forms import MAX_SECONDS, measurement_from, measurement_values
-from tilegen.store.record import slug
+from tilegen.store.record import MAX_SECONDS, measurement_from, measurement_values, slug
 from tilegen.store.trials import Trial, of_one_binary
 from tilegen.tuning.bench import as_tuned
 from tilegen.tuning.measure import Measurement

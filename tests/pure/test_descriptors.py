@@ -29,7 +29,7 @@ from tilegen.problem import AttentionProblem
 from tilegen.runtime import plans
 from tilegen.store import save
 from tilegen.store.fields import parse_json
-from tilegen.store.forms import config_from
+from tilegen.store.record import config_from
 from tilegen.task import KernelTask
 
 CONFIG = TileConfig(block_m=64, block_n=128, num_warps=8, descriptors=True)

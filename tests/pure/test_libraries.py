@@ -23,13 +23,13 @@ from tilegen.kernels.registry import LARGE_CACHE
 from tilegen.kernels.spec import BACKENDS, Backend
 from tilegen.problem import AttentionProblem
 from tilegen.store import current_versions
-from tilegen.store.forms import measurement_values
 from tilegen.store.library_record import (
     LibraryRecord,
     library_path,
     library_record,
     save_library,
 )
+from tilegen.store.record import measurement_values
 from tilegen.tuning import libraries as tuning
 from tilegen.tuning.libraries import tune_libraries
 from tilegen.tuning.measure import Measurement

@@ -15,7 +15,7 @@ from tilegen.errors import InvalidRecord
 from tilegen.kernels.config import TileConfig
 from tilegen.store import TuningRecord, Versions
 from tilegen.store.election import join, verdict
-from tilegen.store.forms import MAX_RIVALS
+from tilegen.store.record import MAX_RIVALS
 from tilegen.store.versions import release_order
 from tilegen.tuning.measure import Measurement
 from tilegen.tuning.surroundings import UNKNOWN, Surroundings

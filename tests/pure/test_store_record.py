@@ -31,7 +31,7 @@ from tilegen.store import (
     this_machine,
 )
 from tilegen.store import versions as versions_module
-from tilegen.store.forms import MAX_RIVALS
+from tilegen.store.record import MAX_RIVALS
 from tilegen.store.trials import Conditions, Trial, trial_line
 from tilegen.tuning import tuner
 from tilegen.tuning.measure import TIE_LIMIT, Measurement

@@ -17,8 +17,8 @@ from tilegen.kernels.registry import FAMILIES, KERNELS
 from tilegen.kernels.spec import Direction
 from tilegen.model.resources import Resources
 from tilegen.store.fields import MAX_TEXT, Fields, Form, Rule, group, parse_json, rule
-from tilegen.store.forms import ARCH as GPU_ARCH
-from tilegen.store.forms import CONFIG, GPU, KERNEL
+from tilegen.store.record import ARCH as GPU_ARCH
+from tilegen.store.record import CONFIG, GPU, KERNEL
 
 MANIFEST = "manifest.json"
 SCHEMA = 3

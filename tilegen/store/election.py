@@ -38,9 +38,8 @@ from tilegen.kernels.registry import KERNELS
 from tilegen.problem import AttentionProblem
 from tilegen.store import places
 from tilegen.store.files import text_of
-from tilegen.store.forms import MAX_RIVALS, OtherSchema
 from tilegen.store.places import Location
-from tilegen.store.record import TuningRecord
+from tilegen.store.record import MAX_RIVALS, OtherSchema, TuningRecord
 from tilegen.store.versions import is_credible, release_order, second_after
 from tilegen.task import Tiled
 from tilegen.tuning.measure import Measurement, tie_limit

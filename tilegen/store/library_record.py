@@ -18,8 +18,7 @@ from tilegen.kernels.spec import BACKENDS, Backend, Direction
 from tilegen.problem import AttentionProblem
 from tilegen.store.fields import Fields, Form, group, parse_json, rule
 from tilegen.store.files import inside, read_bytes, text_of, update
-from tilegen.store.forms import MEASUREMENT, VERSIONS
-from tilegen.store.record import slug
+from tilegen.store.record import MEASUREMENT, VERSIONS, slug
 from tilegen.store.versions import Versions, now
 from tilegen.tuning.measure import POLICY, Measurement
 

@@ -17,9 +17,8 @@ from tilegen.kernels.registry import KERNELS
 from tilegen.store import places
 from tilegen.store.election import join, why_not_legal, why_not_valid
 from tilegen.store.files import inside, only_writer, text_of
-from tilegen.store.forms import OtherSchema
 from tilegen.store.places import Location, Owner, locations, pass_over
-from tilegen.store.record import TuningRecord, path_of_key
+from tilegen.store.record import OtherSchema, TuningRecord, path_of_key
 from tilegen.store.remote import Unreachable
 from tilegen.store.trials import MAX_TRIALS_BYTES, of_trials, parse_trial
 from tilegen.store.versions import is_credible

@@ -19,10 +19,9 @@ from tilegen.problem import AttentionProblem
 from tilegen.store import places
 from tilegen.store.election import conditions, elect, join, why_not_legal, why_not_valid
 from tilegen.store.files import Unreadable, text_of
-from tilegen.store.forms import OtherSchema
 from tilegen.store.listing import list_records
 from tilegen.store.places import Location, Owner, locations
-from tilegen.store.record import TuningRecord, bucket_of, older_paths, record_path
+from tilegen.store.record import OtherSchema, TuningRecord, bucket_of, older_paths, record_path
 from tilegen.store.remote import Unreachable
 from tilegen.store.versions import Versions
 from tilegen.task import KernelTask

@@ -17,10 +17,9 @@ from tilegen.store import places
 from tilegen.store.election import OtherTilegen, join, save, why_not_valid
 from tilegen.store.fields import parse_json
 from tilegen.store.files import text_of
-from tilegen.store.forms import GPU, KERNEL, OtherSchema, problem_of
 from tilegen.store.listing import list_records
 from tilegen.store.places import Location
-from tilegen.store.record import TuningRecord, slug
+from tilegen.store.record import GPU, KERNEL, OtherSchema, TuningRecord, problem_of, slug
 from tilegen.store.remote import Unreachable
 from tilegen.store.trials import (
     MAX_TRIALS_BYTES,

@@ -14,7 +14,7 @@ from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.problem import AttentionProblem
 from tilegen.store.fields import MAX_TEXT, Fields, Form, Rule, optional, parse_json, rule, sparse
 from tilegen.store.files import text_of
-from tilegen.store.forms import (
+from tilegen.store.record import (
     CONFIG,
     DATE,
     MAX_SECONDS,
@@ -23,8 +23,8 @@ from tilegen.store.forms import (
     OtherSchema,
     config_from,
     naming_newer,
+    slug,
 )
-from tilegen.store.record import slug
 from tilegen.store.versions import Versions, is_credible, now
 from tilegen.tuning.measure import POLICY, Measurement
 from tilegen.tuning.surroundings import UNKNOWN

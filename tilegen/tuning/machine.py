@@ -14,7 +14,7 @@ from tilegen.errors import InvalidRecord, TilegenError, Unsupported
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.problem import AttentionProblem
 from tilegen.store.fields import parse_json
-from tilegen.store.forms import KERNEL, MAX_SECONDS, measurement_from
+from tilegen.store.record import KERNEL, MAX_SECONDS, measurement_from
 from tilegen.tuning.bench import Bench, as_tuned, real_bench
 from tilegen.tuning.jobs import Job
 from tilegen.tuning.measure import Measurement

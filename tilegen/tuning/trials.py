@@ -18,8 +18,8 @@ from tilegen.problem import AttentionProblem
 from tilegen.store.election import why_not_credible
 from tilegen.store.fields import Fields
 from tilegen.store.files import Locked, inside, locked, only_writer
-from tilegen.store.forms import OtherSchema
 from tilegen.store.places import Location, locations, read_trials
+from tilegen.store.record import OtherSchema
 from tilegen.store.trials import Conditions, Trial, parse_trial, trial_line, trials_path
 from tilegen.tuning.measure import one_line
 
