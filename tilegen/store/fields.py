@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields, replace
 from typing import Any, Generic, NoReturn, TypeVar, cast
 
@@ -56,7 +56,7 @@ class Fields:
             self._refuse(name, expected, value)
         return value
 
-    def choice(self, name: str, allowed: tuple[str, ...]) -> str:
+    def choice(self, name: str, allowed: Collection[str]) -> str:
         """Return a text field that is in `allowed`."""
         value = self._get(name)
         if not isinstance(value, str) or value not in allowed:

@@ -176,7 +176,7 @@ _FAILED = Form(
 )
 
 GPU = rule(Fields.text, r"\S.*", "the name of a GPU")
-KERNEL = rule(Fields.choice, tuple(KERNELS))
+KERNEL = rule(Fields.choice, KERNELS)  # not a copy: a family may be registered later
 PROBLEM = Rule(problem_of, lambda problem: problem.key)
 CONFIG = Rule(
     lambda fields, name: config_from(fields.group(name), KERNEL.read(fields, "kernel")),
