@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from tests.support.records import PROBLEM, place, record
 from tilegen.cli.main import app
+from tilegen.tuning.surroundings import Surroundings
 
 FAST = record(us=300.0, source="ab", date="2026-11-22T09:30:00Z")
 SLOW = record(us=330.0, source="ab", date="2026-11-20T09:30:00Z")
@@ -37,6 +38,16 @@ def test_what_changed_between_two_stores(tmp_path: Path) -> None:
     assert said(a, a) == "0 of 1 winners differ\n"
     (change, _) = json.loads(said(a, b, "--json"))
     assert change["before"]["measurement"]["median_us"] == 330.0
+
+
+def test_what_surrounded_the_measurements_is_said_where_it_differs(tmp_path: Path) -> None:
+    around = Surroundings(throttled=(), others=2)
+    place(tmp_path / "a", SLOW)
+    place(tmp_path / "b", replace(SLOW, measurement=replace(SLOW.measurement, surroundings=around)))
+    change, _ = said(str(tmp_path / "a"), str(tmp_path / "b")).splitlines()
+    assert change.startswith(
+        "same        330 us  measured beside 2 other processes, earlier in unknown surroundings"
+    )
 
 
 def test_an_export_is_a_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,11 +19,12 @@ import torch
 from tests.support.records import RECORD, record
 from tilegen.errors import InvalidRecord
 from tilegen.kernels.config import TileConfig
-from tilegen.store import TuningRecord
+from tilegen.store import Found, TuningRecord, answer
 from tilegen.tuning import measure as measure_module
 from tilegen.tuning import surroundings
 from tilegen.tuning.in_turns import InTurns
 from tilegen.tuning.measure import measure
+from tilegen.tuning.report import describe
 from tilegen.tuning.surroundings import UNKNOWN, OnCpu, OnGpu, Surroundings
 
 UUID = "c0ffee00-0000-4000-8000-000000000001"
@@ -411,6 +412,15 @@ def test_times_in_turns_say_the_load(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 # --------------------------------------------------------------------------------------------------
 # In a record
+
+
+def test_lines_about_a_record_say_what_is_known() -> None:
+    finding = record(measurement=replace(RECORD.measurement, surroundings=QUIET))
+    line = "measured in quiet, at 1980 MHz, with a power limit of 700 W"
+    for known, told in ((finding, f", {line}"), (RECORD, "")):
+        assert describe(known) == f"398 us, fwd, h200, {RECORD.problem}{told}"
+        used = Found(record=known, file="x", origin="own", differences=())
+        assert answer(used) == f"own record: m128n64w8s3, 398 us{told}"
 
 
 def test_a_record_keeps_what_is_known() -> None:

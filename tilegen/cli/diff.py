@@ -60,6 +60,8 @@ def _line(was: TuningRecord | None, now: TuningRecord | None) -> str:
     old, new = conditions(was), conditions(now)
     parts += [f"{name} {old[name]} to {new[name]}" for name in new if old[name] != new[name]]
     parts += ["another machine"] if was.source != now.source else []
+    around, earlier = now.measurement.surroundings, was.measurement.surroundings
+    parts += [f"measured {around}, earlier {earlier}"] if around != earlier else []
     times = f"{us_text(before)} to {time}" if word != "same" else time
     return f"{word:8}{times:>10}  {', '.join(parts) or 'measured again'}  {where}"
 

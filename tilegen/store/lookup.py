@@ -26,6 +26,7 @@ from tilegen.store.remote import Unreachable
 from tilegen.store.versions import Versions
 from tilegen.task import KernelTask
 from tilegen.tuning.measure import one_line
+from tilegen.tuning.surroundings import UNKNOWN
 from tilegen.units import us_text
 
 
@@ -298,6 +299,8 @@ def answer(used: Found | None) -> str:
     of = f" of {', '.join(differs)}" if differs else ""
     median = record.measurement.median_us
     time = f", {us_text(median)}" if median else ""
+    around = record.measurement.surroundings
+    time += "" if around == UNKNOWN else f", measured {around}"
     return f"{used.origin} record{of}: {record.config.key}{time}"
 
 

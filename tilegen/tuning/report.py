@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tilegen.disk import log
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.store.trials import Trial
+from tilegen.tuning.surroundings import UNKNOWN
 from tilegen.units import seconds_text, us_text
 
 if TYPE_CHECKING:
@@ -96,5 +97,6 @@ class Report:
 
 def describe(record: TuningRecord) -> str:
     """Describe what a record's config is for: `412 us, fwd, h200, b4 hq32 ...`."""
-    time = us_text(record.measurement.median_us)
-    return f"{time}, {record.kernel}, {record.gpu}, {record.problem}"
+    time, surroundings = us_text(record.measurement.median_us), record.measurement.surroundings
+    measured = "" if surroundings == UNKNOWN else f", measured {surroundings}"
+    return f"{time}, {record.kernel}, {record.gpu}, {record.problem}{measured}"
