@@ -13,12 +13,10 @@ from tilegen.model.visits import visits_of
 
 pytest.importorskip("greenlet", reason="greenlet, which runs partitions in the memory model")
 
-from tests.conftest import CheckGolden
 from tests.gluon.breaks import BACKWARD, Break
 from tests.gluon.memory_model.schedules import EverySchedule, Schedule
 from tests.gluon.runs import DKDV, DQ, Case, case_of, is_right, left_out, results, verdict
 from tests.gluon.test_gluon_forward import MASKS, SCORES
-from tilegen.emit.render import render
 from tilegen.kernels.config import TileConfig
 from tilegen.problem import AttentionProblem
 
@@ -185,16 +183,3 @@ def test_no_statement_can_be_left_out(case: Case) -> None:
     tried, spared = left_out(case)
     assert tried >= 19
     assert spared == {}
-
-
-@pytest.mark.parametrize(
-    "kernel, text, config",
-    [
-        (DQ, "hq4 q1024 d128 bf16 causal", "m128n128w8s2t"),
-        (DKDV, "hq4 q1024 d128 bf16 causal", "m64n128w8s2t"),
-        (DKDV, "hq4 q1024 d64 fp16 keep(less(k+3*h,q)) score(5*tanh(s/5))", "m64n128w8s3t"),
-    ],
-)
-def test_emitted_file(kernel: str, text: str, config: str, golden: CheckGolden) -> None:
-    problem = AttentionProblem.parse(f"hkv1 {text}")
-    golden(render(problem, TileConfig.parse(config), kernel).source)

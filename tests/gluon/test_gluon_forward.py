@@ -16,14 +16,11 @@ from tilegen.model.visits import visits_of
 
 pytest.importorskip("greenlet", reason="greenlet, which runs partitions in the memory model")
 
-from tests.conftest import CheckGolden
 from tests.gluon.breaks import BREAKS, EQUIVALENT, HARMLESS, Break
 from tests.gluon.memory_model import Fault, run
 from tests.gluon.memory_model.schedules import EverySchedule, Schedule
 from tests.gluon.runs import KERNEL, TWINS, Case, case_of, is_right, left_out, results, verdict
-from tilegen.emit.render import render
 from tilegen.kernels.config import TileConfig
-from tilegen.problem import AttentionProblem
 
 SMALL = case_of("b1 hq1 hkv1 q128 kv128 d64 bf16 causal")
 RAGGED = case_of("b1 hq2 hkv1 q300 kv230 d64 bf16 causal", "m128n64w8s2tp132", programs=2)
@@ -244,19 +241,3 @@ def test_neighbours_that_may_change_places_are_known() -> None:
             assert verdicts == {"right"}, (first, second, verdicts)
             used.add(f"{act(first)} | {act(second)}")
     assert used == set(EQUIVALENT)
-
-
-# --------------------------------------------------------------------------------------------------
-# Text
-
-
-@pytest.mark.parametrize(
-    "text, config",
-    [
-        ("hq4 q1024 d128 bf16 causal", "m128n128w8s2t"),
-        ("hq4 q1024 d192/128 fp16 dilated(3) score(5*tanh(s/5),sinks)", "m128n64w8s2tp132u"),
-    ],
-)
-def test_emitted_file(text: str, config: str, golden: CheckGolden) -> None:
-    problem = AttentionProblem.parse(f"hkv1 {text}")
-    golden(render(problem, TileConfig.parse(config), KERNEL).source)

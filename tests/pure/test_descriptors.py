@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import tilegen
-from tests.conftest import CheckGolden
 from tests.support.problems import DESCRIBED, tiled
 from tests.support.records import RECORD, timed
 from tilegen import cpu, pipeline
@@ -58,13 +57,6 @@ def test_a_config_says_it_and_others_look_as_before() -> None:
 def test_a_record_says_it() -> None:
     text = '{"block_m": 64, "block_n": 128, "num_warps": 8, "num_stages": 2, "descriptors": true}'
     assert config_from(parse_json(text), "fwd") == CONFIG
-
-
-@pytest.mark.parametrize("kernel", DESCRIBED)
-def test_rendered(kernel: Kernel, golden: CheckGolden) -> None:
-    """Of split head dims, too: a tile is as wide as its descriptor says."""
-    d80 = AttentionProblem.parse("b1 hq4 hkv1 q100 d80/64 fp16 window(63,0)")
-    golden(render(LLAMA if kernel == "fwd" else d80, CONFIG, kernel).source)
 
 
 @pytest.mark.parametrize("kernel", DESCRIBED)

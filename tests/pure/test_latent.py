@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import tilegen
-from tests.conftest import CheckGolden
 from tests.support.problems import task, tiled
 from tilegen.choose.families import family, kernels_of, passes_of
 from tilegen.choose.ranker import estimate, propose
@@ -166,12 +165,11 @@ EMITTED = {
 
 
 @pytest.mark.parametrize("kernel", EMITTED)
-def test_emitted_kernels(kernel: str, golden: CheckGolden) -> None:
+def test_emitted_kernels_have_no_values(kernel: str) -> None:
     text, config = EMITTED[kernel]
     source = render(AttentionProblem.parse(text), TileConfig.parse(config), kernel).source
     assert "v_ptr" not in source
     assert "stride_v" not in source
-    golden(source)
 
 
 def test_calls_on_a_cpu() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import CheckGolden
 from tests.support.problems import tiled
 from tests.support.records import H200
 from tilegen.choose.families import (
@@ -24,7 +23,6 @@ from tilegen.choose.search_space import all_configs
 from tilegen.cpu.choice import config_by_rule
 from tilegen.cpu.tile_table import MOST_BYTES, share_of
 from tilegen.cpus.spec import cpu
-from tilegen.emit.render import render
 from tilegen.errors import Unsupported
 from tilegen.kernels.config import TileConfig
 from tilegen.kernels.registry import BACKWARD, check_config, family_among, family_with, grid_of
@@ -125,23 +123,6 @@ def test_shares_on_cpus(text: str, keys: int) -> None:
     ):
         check_config(config, NAME)
     check_config(config_by_rule(problem, "bwd_dq_sum"), "bwd_dq_sum")
-
-
-RENDERED = {
-    "causal": ("hq8 hkv2 q1024 d64 bf16 causal", "m64n128k512w4s2"),
-    "documents": ("hq4 hkv4 q1024 d64 fp32 documents(@q:1024)", "m64n64k1024w4s2"),
-    "heads": ("hq4 hkv2 q1024 d192/80 fp16 block_sparse(@h:8,128)", "m32n32k256w4s2"),
-    "trained": (
-        "hq4 hkv4 q1024 d40 fp16 kv_prefix(@b:1024) score(s+t0[q],float32+)",
-        "m64n64k512w4s2",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", RENDERED)
-def test_emitted_kernels(name: str, golden: CheckGolden) -> None:
-    text, config = RENDERED[name]
-    golden(render(PARSE(text), TileConfig.parse(config), NAME).source)
 
 
 @pytest.mark.parametrize("seqlen", [2**n for n in range(10, 23, 2)])

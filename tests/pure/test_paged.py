@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import tilegen
-from tests.conftest import CheckGolden
 from tests.support.models import Decoder, served
 from tests.support.models import dense as dense_tokens
 from tilegen import pipeline
@@ -325,14 +324,6 @@ def test_listed_masks_visit_the_tiles_that_their_closed_forms_leave(
     assert kept.all((1, 3))[full == 1].all()
 
 
-@pytest.mark.parametrize("page, block_n", [(16, 64), (128, 64)])
-def test_emitted_kernels(page: int, block_n: int, golden: CheckGolden) -> None:
-    problem = AttentionProblem.parse(
-        f"hq8 hkv2 q8 kv4096 d128 bf16 causal(bottom_right) page{page}"
-    )
-    golden(render(problem, TileConfig.parse(f"m4h4n{block_n}k1024w4s2"), "fwd_paged").source)
-
-
 def test_batch_invariant_calls_choose_one_config() -> None:
     """Whatever the batch, the lengths and the pages are."""
     texts = (
@@ -367,11 +358,6 @@ def test_batch_invariant_problems_have_one_record() -> None:
 def test_no_other_family_takes_batch_invariant_problems() -> None:
     with pytest.raises(Unsupported, match="sums keys in a tile-dependent order"):
         kernels_of(AttentionProblem.parse("hq4 q64 d64 fp16 causal dropout invariant"), H200)
-
-
-def test_one_loop_in_the_order_of_the_keys(golden: CheckGolden) -> None:
-    problem = AttentionProblem.parse("hq8 hkv2 q8 kv4096 d128 bf16 causal(bottom_right) invariant")
-    golden(render(problem, TileConfig.parse("m4h4n64k1024w4s2"), "fwd_split").source)
 
 
 def test_starts_of_queries_are_made_once() -> None:

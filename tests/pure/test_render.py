@@ -11,7 +11,6 @@ from pathlib import Path
 import jinja2.meta
 import pytest
 
-from tests.conftest import CheckGolden
 from tests.support import sliced
 from tests.support.problems import DESCRIBED, PROBLEMS
 from tilegen import resources
@@ -27,25 +26,6 @@ from tilegen.problem import AttentionProblem
 
 CONFIG = TileConfig(block_m=128, block_n=64, num_warps=8, num_stages=3)
 LLAMA = AttentionProblem.parse("b4 hq32 hkv8 q4096 d128 bf16 causal")
-GOLDEN_MASKS = ["full", "causal", "window(127,0)", "causal(bottom_right)&window(63,9)"]
-
-
-@pytest.mark.parametrize("mask", GOLDEN_MASKS)
-@pytest.mark.parametrize("kernel", ["fwd", "bwd_dkdv", "bwd_dq"])
-def test_kernel(kernel: Kernel, mask: str, golden: CheckGolden) -> None:
-    golden(render(replace(LLAMA, mask=parse_mask(mask)), CONFIG, kernel).source)
-
-
-@pytest.mark.parametrize("kernel", [kernel for kernel, c in sliced.ALL.items() if c.block_d])
-def test_sliced_kernel(kernel: Kernel, golden: CheckGolden) -> None:
-    problem = AttentionProblem.parse("hq8 hkv2 q8192 d576/512 bf16 causal")
-    golden(render(problem, replace(sliced.ALL[kernel], block_d=64), kernel).source)
-
-
-@pytest.mark.parametrize("kernel", ["fwd", "bwd_dkdv", "bwd_scores"])
-def test_kernel_with_dropout(kernel: Kernel, golden: CheckGolden) -> None:
-    config = CONFIG if kernel in LARGE_CACHE else replace(sliced.ALL[kernel], block_d=64)
-    golden(render(replace(LLAMA, dropout=True), config, kernel).source)
 
 
 @pytest.mark.parametrize(
@@ -68,16 +48,6 @@ def test_splits_are_joined_row_by_row() -> None:
     problem = AttentionProblem.parse("b2 hq4 hkv2 q256 kv256 d64 bf16 causal")
     with pytest.raises(Unsupported, match=r"block_m of fwd_combine must be .*\(1,\), got 16"):
         render(problem, TileConfig.parse("m16n16w1s1"), "fwd_combine")
-
-
-def test_preprocess(golden: CheckGolden) -> None:
-    golden(render(LLAMA, CONFIG, "bwd_preprocess").source)
-
-
-@pytest.mark.parametrize("kernel", ["fwd", "bwd_dkdv"])
-def test_split_head_dim_without_alignment(kernel: Kernel, golden: CheckGolden) -> None:
-    problem = AttentionProblem.parse("hq4 hkv4 q100 d72/60 fp32 full")
-    golden(render(problem, CONFIG, kernel, aligned=False).source)
 
 
 @cache

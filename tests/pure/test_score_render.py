@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import tilegen
-from tests.conftest import CheckGolden
 from tests.support import sliced, splits
 from tilegen.emit.render import RenderedKernel, render
 from tilegen.kernels.config import Kernel, TileConfig
@@ -64,26 +63,6 @@ def rendered(kernel: Kernel, mask: str, score: str = "") -> RenderedKernel:
     if KERNELS[kernel].specialised:
         config = smallest_config(kernel)
     return render(problem, config, kernel)
-
-
-GOLDENS: list[tuple[Kernel, str, str]] = [
-    ("fwd", "several_ranges", ""),
-    ("fwd", "documents", ""),
-    ("bwd_dkdv", "documents", ""),
-    ("fwd_split", "tree", ""),
-    ("bwd_dkdv", "tree", ""),
-    ("fwd", "lists", ""),
-    ("bwd_columns", "lists", ""),
-    ("fwd", "causal", "softcap"),
-    ("bwd_dq", "causal", "softcap"),
-    ("bwd_dq", "causal", "relative_bias"),
-    ("fwd", "causal", "sinks"),
-]
-
-
-@pytest.mark.parametrize("kernel, mask, score", GOLDENS)
-def test_kernel(kernel: Kernel, mask: str, score: str, golden: CheckGolden) -> None:
-    golden(rendered(kernel, mask, score).source)
 
 
 PAIRS = [

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from tests.conftest import CheckGolden
 from tests.support.problems import task, tiled
 from tilegen.choose.families import (
     family,
@@ -17,7 +16,6 @@ from tilegen.choose.families import (
 )
 from tilegen.choose.ranker import estimate, joining, propose
 from tilegen.choose.search_space import all_configs
-from tilegen.emit.render import render
 from tilegen.errors import Unsupported
 from tilegen.explaining.costs import traffic_facts
 from tilegen.explaining.explained import ExplainedPass, explain
@@ -186,21 +184,6 @@ def test_an_explanation_says_how_it_is_split() -> None:
     )
     of_rows = splits("bwd_dq_split", SUFFIX, "m64n64k8192w4s2")
     assert of_rows.startswith("16 of 8192 keys, in tiles of 64 queries of 1 head: 512 ")
-
-
-RENDERED = {
-    "columns": (CROSS.key, "bwd_dkdv_split", "m64n64k512w4s2"),
-    "columns_lists": ("hq8 hkv2 q4096 d80 fp16 dilated(3)", "bwd_dkdv_split", "m32n32k256w4s2"),
-    "rows": (SUFFIX.key, "bwd_dq_split", "m64n64k4096w4s2t"),
-    "sum_of_columns": ("hq8 hkv2 q4096 kv77 d192/80 bf16", "bwd_dkdv_sum", "m4n8w4s1"),
-    "sum_of_rows": (SUFFIX.key, "bwd_dq_sum", "m1n16w4s1"),
-}
-
-
-@pytest.mark.parametrize("name", RENDERED)
-def test_emitted_kernels(name: str, golden: CheckGolden) -> None:
-    text, kernel, config = RENDERED[name]
-    golden(render(AttentionProblem.parse(text), TileConfig.parse(config), kernel).source)
 
 
 def test_a_split_that_wins_little_is_not_taken() -> None:

@@ -6,9 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.conftest import CheckGolden
 from tests.support.problems import task, tiled
-from tests.support.splits import COMBINE, splits
 from tilegen.choose.families import family, kernels_of, ranked_families
 from tilegen.choose.ranker import estimate, propose
 from tilegen.choose.search_space import all_configs
@@ -153,24 +151,3 @@ def test_configs_round_trip() -> None:
     assert set(TileConfig.parse("m64n64w4s2").values) == {
         *("block_m", "block_n", "num_warps", "num_stages"),
     }
-
-
-RENDERED = {
-    "decode": (DECODE.key, 16, 64, 1024, ""),
-    "verify": ("hq12 hkv2 q8 kv4096 d128 bf16 causal(bottom_right)", 64, 64, 2048, "t"),
-    "lists": ("hq8 hkv8 q8 kv4096 d80 fp16 dilated(3)", 16, 32, 256, ""),
-    "ranges": ("hq8 hkv2 q8 kv4096 d64 fp16 global(5)|window(9,9)", 16, 32, 256, ""),
-}
-
-
-@pytest.mark.parametrize("name", RENDERED)
-def test_emitted_kernels(name: str, golden: CheckGolden) -> None:
-    text, rows, block_n, keys, described = RENDERED[name]
-    problem = AttentionProblem.parse(text)
-    config = splits(problem, rows=rows, block_n=block_n, keys=keys)["fwd_split"]
-    golden(render(problem, replace(config, descriptors=bool(described)), "fwd_split").source)
-
-
-def test_emitted_combine(golden: CheckGolden) -> None:
-    problem = AttentionProblem.parse("hq8 hkv2 q8 kv4096 d192/80 bf16 score(s,sinks)")
-    golden(render(problem, COMBINE, "fwd_combine").source)
