@@ -141,11 +141,13 @@ def _watched(problem: AttentionProblem, kernel: Kernel, config: TileConfig, move
     return partial(_counted, cpu.load(render(problem, config, kernel), "count"), kernel, moved)
 
 
-def _counted(made: EmittedFunction, kernel: Kernel, moved: Moved, *arguments: Any) -> Any:
+def _counted(
+    made: EmittedFunction, kernel: Kernel, moved: Moved, *arguments: Any, **laid: Any
+) -> Any:
     counted = made.traffic
     counted.read.clear()
     counted.written.clear()
-    result = made.launch(*arguments)
+    result = made.launch(*arguments, **laid)
     read, written = moved.get(kernel, (0, 0))
     moved[kernel] = read + counted.read_bytes, written + counted.write_bytes
     return result

@@ -114,9 +114,9 @@ def test_bytes_equal_the_model(name: str) -> None:
         aligned = config.descriptors
         launch = load(render(problem, config, kernel, aligned=aligned)).launch
 
-        def run(*given: Any) -> Any:
+        def run(*given: Any, **laid: Any) -> Any:
             with interpreting.count_traffic() as actual:
-                made = launch(*given)
+                made = launch(*given, **laid)
             read, written = moved[kernel]
             moved[kernel] = read + actual.read_bytes, written + actual.write_bytes
             return made
