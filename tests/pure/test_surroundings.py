@@ -43,7 +43,7 @@ class Nvml(SimpleNamespace):
         super().__init__()
         self.compute, self.graphics = [os.getpid()], list[int]()
         self.reasons, self.clocks = itertools.cycle([0x4]), itertools.cycle([1980])
-        self.fails: set[str] = set()
+        self.limit, self.fails = 700_000, set[str]()
 
     def _or_fail(self, name: str, value: Any) -> Any:
         if name in self.fails:
@@ -65,7 +65,7 @@ class Nvml(SimpleNamespace):
         return self._or_fail("nvmlDeviceGetClockInfo", next(self.clocks))
 
     def nvmlDeviceGetEnforcedPowerLimit(self, gpu: str) -> int:
-        return self._or_fail("nvmlDeviceGetEnforcedPowerLimit", 700_000)
+        return self._or_fail("nvmlDeviceGetEnforcedPowerLimit", self.limit)
 
     def nvmlDeviceGetComputeRunningProcesses(self, gpu: str) -> list[SimpleNamespace]:
         pids = self._or_fail("nvmlDeviceGetComputeRunningProcesses", self.compute)
@@ -273,6 +273,11 @@ def test_the_clock_is_the_median_of_readings(nvml: Nvml) -> None:
     for _ in range(3):
         around.read()
     assert around.seen().clock_mhz == 1755
+
+
+def test_numbers_that_stand_for_no_answer_are_unknown(nvml: Nvml) -> None:
+    nvml.clocks, nvml.limit = itertools.cycle([2**32 - 1]), 2**32 - 1
+    assert measured() == replace(QUIET, clock_mhz=None, power_limit_w=None)
 
 
 def test_an_older_driver_has_another_name_for_reasons(

@@ -34,7 +34,7 @@ from tilegen.store.fields import (
 )
 from tilegen.store.versions import Versions, release_order
 from tilegen.tuning.measure import MAX_REPEATS, POLICY, Measurement, Status
-from tilegen.tuning.surroundings import Surroundings
+from tilegen.tuning.surroundings import MOST, Surroundings
 from tilegen.version import __version__
 
 if TYPE_CHECKING:
@@ -151,14 +151,14 @@ def _date_of(fields: Fields, name: str) -> str:
 
 _STATUS = rule(Fields.choice, get_args(Status))
 _US = rule(Fields.number, 1e-3, 1e6 * MAX_SECONDS)
-_COUNT = sparse(rule(Fields.integer, 0, 100_000))
+_COUNT = sparse(rule(Fields.integer, 0, MOST))
 _SURROUNDINGS = Form(
     Surroundings,
     clock_mhz=_COUNT,
     throttled=sparse(rule(Fields.texts, r"[a-z0-9_]{1,40}", "a reason of NVML", 64)),
     power_limit_w=_COUNT,
     others=_COUNT,
-    load=sparse(rule(Fields.number, 0, 100_000)),
+    load=sparse(rule(Fields.number, 0, MOST)),
 )
 _TIMED = Form(
     Measurement,

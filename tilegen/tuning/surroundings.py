@@ -19,6 +19,8 @@ QUIET_LOAD = 0.5
 """Cores that other processes may use beside a measurement on a processor. One busy thread is 1."""
 LEAST_SECONDS = 0.25
 """Shortest time over which a load is computed [s]: the system counts in ticks of 10 ms."""
+MOST = 100_000
+"""Largest number that a record holds. Drivers answer 2**32 - 1 for what they do not know."""
 REASONS = {
     0x1: "gpu_idle",
     0x2: "applications_clocks_setting",
@@ -116,7 +118,8 @@ class OnGpu:
                 return
             self._reasons.append(reasons)
         sm_clock = 1
-        if isinstance(clock := self._ask("nvmlDeviceGetClockInfo", self._gpu, sm_clock), int):
+        clock = self._ask("nvmlDeviceGetClockInfo", self._gpu, sm_clock)
+        if isinstance(clock, int) and clock <= MOST:
             self._clocks.append(clock)
 
     def seen(self) -> Surroundings:
@@ -124,12 +127,13 @@ class OnGpu:
         if self._gpu is None:
             return UNKNOWN
         limit = self._ask("nvmlDeviceGetEnforcedPowerLimit", self._gpu)
+        is_limit = isinstance(limit, int) and limit <= 1000 * MOST
         counts = [*self._others, self._count()]
         known = [count for count in counts if count is not None]
         return Surroundings(
             clock_mhz=statistics.median_low(self._clocks) if self._clocks else None,
             throttled=_names(self._reasons) if self._reasons else None,
-            power_limit_w=round(limit / 1000) if isinstance(limit, int) else None,
+            power_limit_w=round(limit / 1000) if is_limit else None,
             others=max(known) if len(known) == len(counts) else None,
         )
 
