@@ -62,6 +62,15 @@ def test_inner_loops_hold_products_and_nothing_spilled(name: str, dtype: str, ke
         assert len(stores) * 20 <= products, f"{len(stores)} spills for {products} products"
 
 
+@pytest.mark.parametrize("kernel", ["fwd", "bwd_dkdv"])
+def test_weights_take_few_instructions_with_avx512(kernel: str) -> None:
+    """An instruction rounds sixteen to bf16, and another leaves what exp2 has a polynomial for."""
+    text = _assembly("avx512bf16", "bf16", kernel)
+    assert len(re.findall("vcvtneps2bf16.*zmm", text)) >= 4
+    assert len(re.findall("vreduceps.*zmm", text)) == len(re.findall("vscalefps.*zmm", text)) > 0
+    assert "vcvtneps2bf16" not in _assembly("avx512", "bf16", kernel)
+
+
 @pytest.mark.parametrize("name", TARGETS)
 def test_no_function_of_libm_is_called_per_element(name: str) -> None:
     """Exponentials and roundings are code of the kernel's own, on every processor."""

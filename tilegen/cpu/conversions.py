@@ -43,6 +43,17 @@ def to_memory(code: Code, value: str, elem: str, lane: Lane, *, exact: bool = Tr
     return value
 
 
+def to_factors(code: Code, value: str, lane: Lane) -> str:
+    """Round fp32 to bf16 in memory, for products of pairs alone: they take denormals for 0, as the
+    instruction does."""
+    if code.target.pairs != "x86" or not lane or lane[1] != 16:
+        return to_memory(code, value, "bf16", lane, exact=False)
+    name = "@llvm.x86.avx512bf16.cvtneps2bf16.512"
+    code.module.declare(f"declare <16 x bfloat> {name}(<16 x float>)")
+    narrow = code.emit(f"call <16 x bfloat> {name}(<16 x float> {value})")
+    return code.emit(f"bitcast <16 x bfloat> {narrow} to <16 x i16>")
+
+
 def from_memory(code: Code, value: str, elem: str, lane: Lane) -> str:
     """Convert a value from its form in memory to its form in a register."""
     whole, half = typed("i32", lane), typed("i16", lane)

@@ -52,8 +52,9 @@ def _polynomial(code: Code, coefficients: Sequence[float], x: str, lane: Lane) -
 
 
 def _scaled(code: Code, value: str, n: str, lane: Lane) -> str:
-    """Return value * 2**n for an integer n, given as a float between -160 and 160."""
-    if lane and lane[1] == 16 and code.target.scalef:
+    """Return value * 2**n for an integer n, given as a float: of any size if the
+    processor `_scales`, else between -160 and 160."""
+    if _scales(code, lane):
         vector = "<16 x float>"
         name = "@llvm.x86.avx512.mask.scalef.ps.512"
         code.module.declare(
@@ -74,11 +75,25 @@ def _scaled(code: Code, value: str, n: str, lane: Lane) -> str:
     return value
 
 
+def _scales(code: Code, lane: Lane) -> bool:
+    """Check whether instructions take numbers of any size apart, and multiply by powers of 2."""
+    return lane is not None and lane[1] == 16 and code.target.scalef
+
+
 def exp2(code: Code, x: str, lane: Lane) -> str:
     """Write 2**x: the integer part, and a polynomial of degree 6 for the rest."""
-    x = _clamped(code, x, -160.0, 160.0, lane)
-    n = _nearest(code, x, lane)
-    rest = code.emit(f"fsub {typed('float', lane)} {x}, {n}")
+    if _scales(code, lane):  # the rest of an infinity is 0
+        name, vector = "@llvm.x86.avx512.mask.reduce.ps.512", "<16 x float>"
+        code.module.declare(
+            f"declare {vector} {name}({vector}, i32 immarg, {vector}, i16, i32 immarg)"
+        )
+        n = _nearest(code, x, lane)
+        given = f"{vector} {x}, i32 0, {vector} {x}, i16 -1, i32 4"
+        rest = code.emit(f"call {vector} {name}({given})")
+    else:
+        x = _clamped(code, x, -160.0, 160.0, lane)
+        n = _nearest(code, x, lane)
+        rest = code.emit(f"fsub {typed('float', lane)} {x}, {n}")
     return _scaled(code, _polynomial(code, _EXP2, rest, lane), n, lane)
 
 

@@ -11,7 +11,7 @@ from tilegen.cpu.access import Access
 from tilegen.cpu.arithmetic import reduced
 from tilegen.cpu.ir import BYTES, REGISTER, Code, Index, Lane, typed
 from tilegen.cpu.mlir import Op
-from tilegen.cpu.tiles import Buffer, Node, TilePlace
+from tilegen.cpu.tiles import Buffer, Elementwise, Node, TilePlace
 
 UNROLLED = 4
 """Vectors of a row computed by one iteration of a loop."""
@@ -63,6 +63,10 @@ class Loops:
         if isinstance(node, Buffer) and not (narrow and not node.narrow):
             return node
         buffer = self.buffer(node.elem, node.shape, narrow=narrow)
+        if narrow and isinstance(node, Elementwise) and node.op.name == "arith.truncf":
+            (value,) = node.args
+            buffer.rounds = node.elem == "bf16" and value.elem == "f32"
+            node = value if buffer.rounds else node
         self.add(Root("buffer", node, buffer))
         return buffer
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from tilegen.cpu.arithmetic import compute
-from tilegen.cpu.conversions import from_memory, to_memory
+from tilegen.cpu.conversions import from_memory, to_factors, to_memory
 from tilegen.cpu.ir import BYTES, MEMORY, REGISTER, Code, Index, Lane, typed
 from tilegen.cpu.mlir import Op
 
@@ -316,6 +316,8 @@ class Buffer(Node):
     shape: tuple[int, ...]
     pointer: str
     narrow: bool = False
+    rounds: bool = False
+    """True: what is stored are factors of products of pairs, not rounded to bf16 yet."""
 
     @property
     def held(self) -> str:
@@ -348,9 +350,11 @@ class Buffer(Node):
 
     def put(self, code: Code, idx: TilePlace, lane: Lane, value: str) -> None:
         """Store an element or a vector along the last axis, and memoize it."""
-        code.memo[self, idx, lane] = value
-        if self._converts:
-            value = to_memory(code, value, self.elem, lane)
+        if self.rounds:
+            value = to_factors(code, value, lane)
+        else:
+            code.memo[self, idx, lane] = value
+            value = to_memory(code, value, self.elem, lane) if self._converts else value
         align = 4 if self.held == "float" else 2 if self.held == "i16" else BYTES[self.elem]
         vector = typed(self.held, lane)
         code.do(f"store {vector} {value}, ptr {self.where(code, idx)}, align {align}")
