@@ -11,14 +11,14 @@ compiled again. Needs no GPU.
 from __future__ import annotations
 
 import ast
-import csv
 import hashlib
 import random
 import subprocess
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, fields
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -27,6 +27,7 @@ import typer
 
 import tilegen.model.footprint as model
 from benchmarks.quantile_fit import quantile_fit
+from benchmarks.rows import append, read, table, write
 from benchmarks.workloads import CATALOGUE, LARGE_FP32_DIMS, LARGE_HEAD_DIMS, SHAPES
 from tilegen.choose.ranker import best_of, propose
 from tilegen.choose.search_space import all_configs
@@ -40,7 +41,7 @@ from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import KERNELS
 from tilegen.model import on_chip
 from tilegen.problem import AttentionProblem
-from tilegen.task import KernelTask
+from tilegen.task import KernelTask, Tiled
 
 SAMPLES = Path(__file__).parent / "results" / "footprint.csv"
 FITS = Path(model.__file__).parent / "registers.toml"
@@ -124,81 +125,59 @@ def is_sensible(problem: AttentionProblem, config: TileConfig, kernel: Kernel) -
     return 8 <= words / threads <= 256 and stored <= 240_000
 
 
-def promising_kernels(
-    arch: str, top: int, kernels: Sequence[Kernel] = KERNELS
-) -> Iterator[RenderedKernel]:
+def promising_kernels(arch: str, top: int) -> Iterator[RenderedKernel]:
     """Yield the `top` proposals for each problem of the catalogue."""
     problems = [workload.problem for workload in CATALOGUE]
     problems += [
         AttentionProblem.parse(f"b4 hq16 hkv16 q4096 d{dim} fp32 causal") for dim in FP32_DIMS
     ]
-    spec = gpu(GPUS[arch])
     large = [
         candidate
         for candidate in (*problems, *SHAPES)
         if min(candidate.head_dim_qk, candidate.head_dim_v) >= SLICED_FROM
     ]
-    for kernel in kernels:
-        for problem in large if KERNELS[kernel].sliced else problems:
-            for candidate in propose(KernelTask.of(kernel, problem, spec), top=top):
+    for kernel, spec in KERNELS.items():
+        for problem in large if spec.sliced else problems:
+            for candidate in propose(KernelTask.of(kernel, problem, gpu(GPUS[arch])), top=top):
                 yield render(representative(problem), candidate.config, kernel)
 
 
-def collect(
-    count: int,
-    top: int,
-    workers: int | None,
-    architectures: Collection[str],
-    kernels: Sequence[Kernel] = KERNELS,
-) -> None:
+def collect(count: int, top: int, workers: int | None, architectures: Collection[str]) -> None:
     """Compile kernels that the samples lack, or whose text has changed. Samples of other
-    architectures and kernels stay unchanged."""
+    architectures stay unchanged."""
     samples = read_samples()
-    changed = [
-        sample
-        for sample in samples
-        if sample.arch in architectures and sample.kernel in kernels and not is_current(sample)
-    ]
-    dropped = set(changed)
-    kept = [sample for sample in samples if sample not in dropped]
-    SAMPLES.parent.mkdir(parents=True, exist_ok=True)
-    with SAMPLES.open("w", newline="", encoding="utf-8", buffering=1) as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Sample)])
-        writer.writeheader()
-        writer.writerows(asdict(sample) for sample in kept)
-
-        def compile_missing(arch: str, rendered: Iterable[RenderedKernel]) -> int:
-            have = {(sample.arch, sample.code, sample.config) for sample in kept}
-            missing = {
-                code: sampled
-                for sampled in rendered
-                if (arch, code := code_digest(sampled), sampled.config.key) not in have
-            }
-            started = time.perf_counter()
-            results = compile_many(list(missing.values()), arch, workers=workers) if missing else ()
-            for done, (sampled, result) in enumerate(results, start=1):
-                kept.append(sample_of(sampled, arch, result))
-                writer.writerow(asdict(kept[-1]))
-                seconds = time.perf_counter() - started
-                print(
-                    f"[{seconds:5.0f}s] {arch} {done}/{len(missing)} {sampled.function}", flush=True
-                )
-            return len(missing)
-
-        for arch in architectures:
-            again = [
-                (*sampled.parsed, sampled.kernel) for sampled in changed if sampled.arch == arch
-            ]
-            compile_missing(arch, (render(*sampled) for sampled in again))
-            compile_missing(
-                arch, (sampled for kernel in kernels for sampled in random_kernels(kernel, count))
-            )
-            compile_missing(arch, promising_kernels(arch, top, kernels))
+    changed = {one for one in samples if one.arch in architectures and not is_current(one)}
+    kept = [sample for sample in samples if sample not in changed]
+    write(SAMPLES, kept)
+    have = {(sample.arch, sample.code, sample.config) for sample in kept}
+    for arch in architectures:
+        wanted = chain(
+            (
+                render(*one.parsed, one.kernel)
+                for one in samples
+                if one in changed and one.arch == arch
+            ),
+            (sampled for kernel in KERNELS for sampled in random_kernels(kernel, count)),
+            promising_kernels(arch, top),
+        )
+        missing = {
+            code: sampled
+            for sampled in wanted
+            if (arch, code := code_digest(sampled), sampled.config.key) not in have
+        }
+        started = time.perf_counter()
+        results = compile_many(list(missing.values()), arch, workers=workers) if missing else ()
+        for done, (sampled, result) in enumerate(results, start=1):
+            append(SAMPLES, sample_of(sampled, arch, result))
+            seconds = time.perf_counter() - started
+            said = f"[{seconds:5.0f}s] {arch} {done}/{len(missing)} {sampled.function}"
+            print(said, flush=True)
 
 
 def sample_of(kernel: RenderedKernel, arch: str, result: object) -> Sample:
     """Return the row of a kernel that was compiled, or failed to."""
     compiled = result if isinstance(result, CompiledKernel) else None
+    used = compiled.reported if compiled else None
     return Sample(
         arch=arch,
         triton=version("triton"),
@@ -206,10 +185,10 @@ def sample_of(kernel: RenderedKernel, arch: str, result: object) -> Sample:
         kernel=kernel.kernel,
         problem=kernel.problem.key,
         config=kernel.config.key,
-        shared_bytes=compiled.reported.shared_bytes if compiled else 0,
-        registers=compiled.reported.registers if compiled else 0,
-        spill_bytes=compiled.reported.spill_bytes if compiled else 0,
-        serialized=serialized(compiled) if compiled and compiled.reported.spill_bytes else "",
+        shared_bytes=used.shared_bytes if used else 0,
+        registers=used.registers if used else 0,
+        spill_bytes=used.spill_bytes if used else 0,
+        serialized=serialized(compiled) if compiled and used and used.spill_bytes else "",
         error="" if compiled else str(result)[:200],
     )
 
@@ -245,14 +224,11 @@ def is_current(sample: Sample) -> bool:
 
 def read_samples() -> list[Sample]:
     """Return the samples on disk, or none."""
-    if not SAMPLES.exists():
-        return []
     numbers = {"shared_bytes", "registers", "spill_bytes"}
-    with SAMPLES.open(newline="", encoding="utf-8") as file:
-        return [
-            Sample(**{k: cast("Any", int(v) if k in numbers else v) for k, v in row.items()})
-            for row in csv.DictReader(file)
-        ]
+    return [
+        Sample(**{k: cast("Any", int(v) if k in numbers else v) for k, v in row.items()})
+        for row in read(SAMPLES)
+    ]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -327,24 +303,51 @@ def write_fits(samples: list[Sample]) -> None:
         cached.cache_clear()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Reported:
+    """Predictions beside the samples of a kernel on an architecture."""
+
+    arch: str
+    kernel: str
+    samples: int
+    over: float
+    """Most that shared memory is predicted above the reported, as a part of it."""
+    under: float
+    spilling: int
+    """Number of kernels that spill."""
+    missed: int
+    """Number of these that are predicted not to."""
+    feared: int
+    """Number of kernels that are predicted to spill and do not."""
+
+
 def report(samples: Iterable[Sample]) -> None:
     """Print how the predictions compare with the samples, per architecture and kernel."""
-    cells: dict[tuple[str, str], list[tuple[Sample, on_chip.Footprint]]] = {}
+    cells: dict[tuple[str, Kernel], list[tuple[Sample, on_chip.Footprint]]] = {}
     for sample in samples:
         if sample.registers >= FEWEST_REGISTERS:
-            needs = model.footprint(*sample.parsed, sample.kernel, sample.arch)
+            problem, config = sample.parsed
+            needs = model.footprint(
+                Tiled.of(sample.kernel, problem, gpu(GPUS[sample.arch]), config)
+            )
             cells.setdefault((sample.arch, sample.kernel), []).append((sample, needs))
-    print("                                 shared memory         spilling kernels")
-    print("arch    kernel          samples  over by  under by     all  missed  feared")
+    lines: list[Reported] = []
     for (arch, kernel), cell in sorted(cells.items()):
         ratios = [n.smem_bytes / s.shared_bytes for s, n in cell if s.shared_bytes] + [1.0]
         spilled = [(sample.spill_bytes > 0, needs.spill_bytes > 0) for sample, needs in cell]
-        print(
-            f"{arch:7s} {kernel:15s} {len(cell):7d} {max(ratios) - 1:8.0%} {1 - min(ratios):9.1%}"
-            f" {sum(real for real, _ in spilled):7d}"
-            f" {sum(real and not predicted for real, predicted in spilled):7d}"
-            f" {sum(predicted and not real for real, predicted in spilled):7d}"
+        lines.append(
+            Reported(
+                arch=arch,
+                kernel=kernel,
+                samples=len(cell),
+                over=max(ratios) - 1,
+                under=1 - min(ratios),
+                spilling=sum(real for real, _ in spilled),
+                missed=sum(real and not predicted for real, predicted in spilled),
+                feared=sum(predicted and not real for real, predicted in spilled),
+            )
         )
+    print(table(lines, [field.name for field in fields(Reported)]))
 
 
 def main(

@@ -22,8 +22,8 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.environment import ROOT, Environment, gpu_folder, has_gpu
-from benchmarks.rows import append
+from benchmarks.environment import ROOT, Environment, gpu_at_hand, gpu_folder
+from benchmarks.rows import keep
 from benchmarks.workloads import CATALOGUE
 from tilegen.check.reference import TORCH_DTYPES
 from tilegen.masks import causal
@@ -115,19 +115,17 @@ def rows(workload: str, *, repeats: int) -> Iterator[FirstResultRow]:
         raise typer.BadParameter(f"workload must be one of {', '.join(known)}; got {workload!r}")
     problem = known[workload]
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        bundle = make_bundle(problem, folder / "bundle")
+        bundle = make_bundle(problem, Path(name) / "bundle")
         for direction in ("forward", "forward and backward"):
-            backward = direction != "forward"
-            programs = dict(PROVIDERS)
+            backward, programs = direction != "forward", dict(PROVIDERS)
             if not backward:
                 programs["triton, compiling"] = f"source = {str(source_of(bundle))!r}{TRITON}"
+            given = arguments(problem, bundle, backward=backward)
             of_bundle = None
             for provider, program in programs.items():
-                given = arguments(problem, bundle, backward=backward)
-                code = PREPARE + program + FINISH
                 times, detail = list[float](), ""
                 try:
+                    code = PREPARE + program + FINISH
                     times += [first_result(code, given) for _ in range(repeats)]
                 except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
                     detail = _reason(error)  # which costs no other provider its row
@@ -216,13 +214,9 @@ def main(
 
     Example: python -m benchmarks.first_result
     """
-    if not has_gpu():
-        print("no GPU that PyTorch can use on this machine: nothing to time")
-        raise typer.Exit(1)
+    gpu_at_hand("nothing to time")
     path = csv or gpu_folder() / "first_result.csv"
-    for row in rows(workload, repeats=repeats):
-        print(line(row), flush=True)
-        append(path, row)
+    keep(path, rows(workload, repeats=repeats), line)
     print(f"written to {path}")
 
 

@@ -94,8 +94,11 @@ def append(path: Path, row: Any) -> None:
 
 
 def write(path: Path, rows: Sequence[Any]) -> None:
-    """Write a result file anew, from rows of one kind."""
+    """Write a result file anew, from rows of one kind; without rows no file is left."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    if not rows:
+        return
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, columns(type(rows[0])), lineterminator="\n")
         writer.writeheader()

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +41,6 @@ def draw_all(folder: Path) -> None:
     save(sweep_figure(counts, "backward"), folder / "sweep_backward.svg")
     save(crossover_figure(counts), folder / "crossover.svg")
     save(mask_figure(read(folder / "masks.csv")), folder / "masks.svg")
-    save(device_figure(read(folder / "devices.csv")), folder / "devices.svg")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -237,36 +236,4 @@ def mask_figure(rows: Rows) -> Figure:
     figure.suptitle(
         "Masks: below 1 a formula is no lower bound (forward, d = 64, tiles of 64 x 64)"
     )
-    return figure
-
-
-# --------------------------------------------------------------------------------------------------
-# Devices
-
-
-def device_figure(rows: Rows) -> Figure:
-    """Head dims above which the small-cache schedules move fewer bytes, for each GPU and dtype."""
-    import matplotlib.pyplot as plt
-
-    dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
-    names = list(dict.fromkeys(row["device"] for row in rows))
-    figure, axes = plt.subplots(figsize=(11, 0.3 * len(names) + 1.4), layout="constrained")
-    colours: Sequence[str] = (BLACK, BLUE, ORANGE)
-    for dtype, colour in zip(dtypes, colours, strict=True):
-        mine = {row["device"]: row for row in rows if row["dtype"] == dtype}
-        for column, marker, fill in (
-            ("dividing_forward", "o", colour),
-            ("dividing_backward", "o", "white"),
-        ):
-            axes.plot(
-                [float(mine[name][column]) for name in names], range(len(names)), marker,
-                color=colour, mfc=fill, ls="", ms=7,
-                label=f"{dtype}, {column.removeprefix('dividing_')}",
-            )  # fmt: skip
-    axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
-    axes.set_xlabel("head dim above which the small-cache schedule moves fewer bytes")
-    axes.set_xticks([128, 256, 384, 512, 640, 768, 896, 1024])
-    axes.legend(fontsize=8, loc="upper right")
-    axes.set_title("Dividing points (whole SM for one program)", loc="left", fontweight="bold")
     return figure

@@ -6,14 +6,15 @@ import math
 import re
 import textwrap
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
-from benchmarks.rows import markdown, read
+from benchmarks.rows import grouped, markdown, read
 from benchmarks.study import closed, sweep
 from benchmarks.study.tiles import LARGE_CACHE
 from tilegen.kernels.spec import Direction
 
-Rows = list[dict[str, str]]
+Row = dict[str, str]
 PAGE_WIDTH = 100
 """Columns of a page's text; lines of tables may be longer."""
 SHOWN_KB = ("8.0", "32.0", "128.0", "512.0")
@@ -47,6 +48,11 @@ def links_of(text: str) -> list[str]:
     return re.findall(r"\]\(([^)#:]+)\)", text)
 
 
+def number(text: str, digits: int = 2) -> str:
+    """Return a number of a result file with few digits, a dash for none."""
+    return f"{float(text):.{digits}f}" if text else "-"
+
+
 def totals(folder: Path) -> str:
     """Numbers of counted cases, and of those that are as predicted."""
     rows = read(folder / "counts.csv")
@@ -60,30 +66,6 @@ def totals(folder: Path) -> str:
             (f"tile sets, {words / 1e9:.1f} billion words", str(len(rows)), str(equal)),
             ("masks at one length", str(len(masks)), str(right)),
         ],
-    )
-
-
-def sweep_table(folder: Path) -> str:
-    """Best emitted tiles at some M, forward, fp32."""
-    rows = [
-        row
-        for row in read(folder / "sweep.csv")
-        if (row["direction"], row["dtype"]) == ("forward", "fp32") and row["memory_kb"] in SHOWN_KB
-    ]
-    return markdown(
-        ("d", "M, KB", "M / d²", "best emitted tiles", "words / N²", "ideal", "over bound"),
-        (
-            (
-                row["head_dim"],
-                f"{float(row['memory_kb']):.0f}",
-                number(row["memory_over_d2"]),
-                row["tiles"] or "none fit",
-                number(row["words"]),
-                number(row["ideal"]),
-                number(row["over_bound"], 2),
-            )
-            for row in rows
-        ),
     )
 
 
@@ -135,20 +117,6 @@ def _slope_row(
     )
 
 
-def crossovers(folder: Path) -> str:
-    """M / d^2 where the regimes meet."""
-    return markdown(
-        ("direction", "dtype", "d", "ideal tiles", "any size, same chunks", "emitted", "counted"),
-        (
-            (
-                *(row[name] for name in ("direction", "dtype", "head_dim")),
-                *(number(row[name], 3) for name in ("ideal", "chunked", "emitted", "counted")),
-            )
-            for row in read(folder / "crossovers.csv")
-        ),
-    )
-
-
 def masks(folder: Path) -> str:
     """Counted words over both formulas, at the shortest and longest sequence."""
     rows = [row for row in read(folder / "masks.csv") if row["counted_words"]]
@@ -157,64 +125,90 @@ def masks(folder: Path) -> str:
         at = {int(row["seqlen"]): row for row in rows if row["mask"] == name}
         ends = (min(at), max(at))
         ratios = [number(at[n][c], 2) for c in ("over_theorem", "over_bound") for n in ends]
-        name = name.replace("_", "-")
-        lines.append((name, f"{ends[0]}, {ends[1]}", number(at[ends[1]]["density"], 3), *ratios))
+        density = number(at[ends[1]]["density"], 3)
+        lines.append((name, f"{ends[0]}, {ends[1]}", density, *ratios))
     theorem, pattern = "over Theorem 4.5", "over pattern-aware bound"
     names = ("mask", "shortest, longest N", "density", theorem, "longest", pattern, "longest")
     return markdown(names, lines)
 
 
-def long_masks(folder: Path) -> str:
-    """Predicted words over both formulas, at a long sequence."""
-    rows = [row for row in read(folder / "masks.csv") if not row["counted_words"]]
-    return markdown(
-        ("mask", "density", "over Theorem 4.5", "over pattern-aware bound"),
-        (
-            (
-                row["mask"].replace("_", "-"),
-                number(row["density"], 4),
-                number(row["over_theorem"], 2),
-                number(row["over_bound"], 2),
-            )
-            for row in rows
-        ),
-    )
-
-
 def devices(folder: Path) -> str:
     """Dividing head dims per GPU and dtype."""
-    rows = read(folder / "devices.csv")
-    sizes = list(dict.fromkeys(row["dtype"] for row in rows))
-    lines: list[tuple[str, ...]] = []
-    for name in dict.fromkeys(row["device"] for row in rows):
-        mine = {row["dtype"]: row for row in rows if row["device"] == name}
+    rows = grouped(read(folder / "devices.csv"), ("device",), "dtype")
+    sizes = list(next(iter(rows.values())))
+    lines: list[list[str]] = []
+    for (name,), mine in rows.items():
         first = mine[sizes[0]]
+        pairs = ([mine[size][f"dividing_{way}"] for way in sweep.DIRECTIONS] for size in sizes)
         lines.append(
-            (
-                name,
-                f"{float(first['smem_kb']):.0f}",
-                f"{float(first['on_chip_kb']):.0f}",
-                *(
-                    f"{float(mine[size]['dividing_forward']):.0f} / "
-                    f"{float(mine[size]['dividing_backward']):.0f}"
-                    for size in sizes
-                ),
-            )
+            [
+                *(name, number(first["smem_kb"], 0), number(first["on_chip_kb"], 0)),
+                *(" / ".join(number(one, 0) for one in pair) for pair in pairs),
+            ]
         )
     return markdown(("GPU", "shared memory, KB", "on chip, KB", *sizes), lines)
 
 
+PLAIN: dict[str, tuple[str, dict[str, tuple[str, int | None]], Callable[[Row], bool]]] = {
+    "sweep": (
+        "sweep.csv",
+        {
+            "d": ("head_dim", None),
+            "M, KB": ("memory_kb", 0),
+            "M / d²": ("memory_over_d2", 2),
+            "best emitted tiles": ("tiles", None),
+            "words / N²": ("words", 2),
+            "ideal": ("ideal", 2),
+            "over bound": ("over_bound", 2),
+        },
+        lambda row: (
+            (row["direction"], row["dtype"]) == ("forward", "fp32") and row["memory_kb"] in SHOWN_KB
+        ),
+    ),
+    "crossovers": (
+        "crossovers.csv",
+        {
+            **{name: (name, None) for name in ("direction", "dtype")},
+            "d": ("head_dim", None),
+            "ideal tiles": ("ideal", 3),
+            "any size, same chunks": ("chunked", 3),
+            **{name: (name, 3) for name in ("emitted", "counted")},
+        },
+        lambda row: True,
+    ),
+    "long_masks": (
+        "masks.csv",
+        {
+            "mask": ("mask", None),
+            "density": ("density", 4),
+            "over Theorem 4.5": ("over_theorem", 2),
+            "over pattern-aware bound": ("over_bound", 2),
+        },
+        lambda row: not row["counted_words"],
+    ),
+}
+"""Tables that are columns of a file: its name, the column and the digits of each title, and which
+rows are shown."""
+
+
+def plain(folder: Path, name: str) -> str:
+    """Return a table of PLAIN."""
+    file, columns, is_shown = PLAIN[name]
+    rows = [row for row in read(folder / file) if is_shown(row)]
+    lines = (
+        [
+            (row[of] or "none fit") if digits is None else number(row[of], digits)
+            for of, digits in columns.values()
+        ]
+        for row in rows
+    )
+    return markdown(columns, lines)
+
+
 TABLES: dict[str, Callable[[Path], str]] = {
     "totals": totals,
-    "sweep": sweep_table,
     "slopes": slopes,
-    "crossovers": crossovers,
     "masks": masks,
-    "long_masks": long_masks,
     "devices": devices,
+    **{name: partial(plain, name=name) for name in PLAIN},
 }
-
-
-def number(text: str, digits: int = 2) -> str:
-    """Return a number of a result file with few digits, a dash for none."""
-    return f"{float(text):.{digits}f}" if text else "-"

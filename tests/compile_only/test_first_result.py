@@ -67,7 +67,7 @@ def test_only_causal_workloads_are_timed(workload: str) -> None:
 def test_without_a_gpu_nothing_is_timed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(first_result, "has_gpu", lambda: False)
+    monkeypatch.setattr("tilegen.gpus.spec.detect", lambda: None)
     with pytest.raises(typer.Exit):
         first_result.main()
     assert "nothing to time" in capsys.readouterr().out
