@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tests.pure.test_device import H200_DRIVER
+from tests.pure.gpus.test_device import H200_DRIVER
 from tests.support import interpreting
 
 FILES_LEFT_OUT = {

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tilegen
-from tests.pure.test_cli import failing, run
+from tests.pure.cli.test_cli import failing, run
 from tilegen.check.reference import make_inputs
 from tilegen.comparing import compare as module
 from tilegen.comparing import report

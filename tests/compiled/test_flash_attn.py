@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.pure.test_flash_attn import compare, dense, inputs, of_documents
+from tests.pure.calls.test_flash_attn import compare, dense, inputs, of_documents
 from tilegen.integrations import flash_attn
 
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 from torch.nn.functional import scaled_dot_product_attention as of_torch
 
-from tests.pure.test_flash_attn import dense, of_documents
+from tests.pure.calls.test_flash_attn import dense, of_documents
 from tilegen.check.reference import attention_reference
 from tilegen.disk import say_once
 from tilegen.integrations import flash_backend

@@ -1,5 +1,5 @@
 """Every mask of the zoo: its kernels against an independent oracle. Its pairs and tiles are in
-pure/test_mask_zoo.py."""
+pure/masks/test_mask_zoo.py."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 import tilegen
 from benchmarks import recordings
-from tests.pure.test_bundle_launch import CONFIGS
-from tests.pure.test_cli import COMMANDS
+from tests.pure.bundles.test_bundle_launch import CONFIGS
+from tests.pure.cli.test_cli import COMMANDS
 from tests.support import warm
 from tilegen import environment, resources
 from tilegen.bundles.manifest import Binary, Served

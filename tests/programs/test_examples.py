@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pure.test_cli import failing, run
+from tests.pure.cli.test_cli import failing, run
 from tests.support import warm
 
 ROOT = Path(__file__).parents[2]

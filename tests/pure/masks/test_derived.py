@@ -11,7 +11,7 @@ import torch
 from torch.nn.attention.flex_attention import create_mask
 
 import tilegen
-from tests.pure.test_dtypes import kept
+from tests.pure.masks.test_dtypes import kept
 from tilegen.errors import Unsupported
 from tilegen.runtime.call import score_of
 

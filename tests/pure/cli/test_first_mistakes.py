@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pure.test_cli import PROBLEM, failing, run
+from tests.pure.cli.test_cli import PROBLEM, failing, run
 from tilegen.cli.help import TOPICS
 from tilegen.cli.main import app, main
 from tilegen.devices import device_named

@@ -30,7 +30,7 @@ from tilegen.tuning.measure import Measurement
 from tilegen.tuning.tuner import tune
 
 pytestmark = [pytest.mark.oldest, pytest.mark.usefixtures("own_cache")]
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_each_trial_is_on_disk_before_the_next_is_measured(own_cache: Path) -> None:

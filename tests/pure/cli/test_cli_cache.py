@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tests.pure.test_store_trials import lines_of
+from tests.pure.store.test_store_trials import lines_of
 from tests.support.records import PROBLEM, RECORD, own, place, record
 from tilegen.cli import main
 from tilegen.cpus.host import current_cpu

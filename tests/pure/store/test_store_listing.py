@@ -22,7 +22,7 @@ from tilegen.problem import AttentionProblem
 from tilegen.store import Location, answer, list_records, look_up, why, why_lines
 from tilegen.task import KernelTask
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_why_lists_the_nearest_first_with_only_what_differs(tmp_path: Path) -> None:

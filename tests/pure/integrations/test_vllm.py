@@ -90,7 +90,7 @@ def test_methods_have_the_parameters_that_vllm_gives(
 
 
 def test_fields_that_are_read_exist() -> None:
-    path = Path(__file__).parents[2] / "tilegen" / "integrations" / "vllm_backend.py"
+    path = Path(__file__).parents[3] / "tilegen" / "integrations" / "vllm_backend.py"
     read = {
         one.attr
         for function in ast.walk(ast.parse(path.read_text(encoding="utf-8")))

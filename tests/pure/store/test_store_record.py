@@ -38,7 +38,7 @@ from tilegen.tuning.measure import TIE_LIMIT, Measurement
 
 pytestmark = pytest.mark.oldest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_round_trip() -> None:

@@ -12,7 +12,7 @@ from torch.nn.attention.bias import CausalBias, causal_lower_right, causal_upper
 from torch.nn.functional import scaled_dot_product_attention as of_torch
 
 import tilegen
-from tests.pure.test_no_such_argument import CALLS, called
+from tests.pure.calls.test_no_such_argument import CALLS, called
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.integrations.sdpa import everywhere
 

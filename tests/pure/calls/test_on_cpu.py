@@ -31,7 +31,7 @@ from tilegen.problem import AttentionProblem
 from tilegen.task import KernelTask
 
 ZEN5 = cpu("zen5")
-RESULTS = Path(__file__).parents[2] / "benchmarks/results"
+RESULTS = Path(__file__).parents[3] / "benchmarks/results"
 
 
 def swept(processor: str) -> list[Path]:
@@ -239,7 +239,7 @@ def test_candidates_say_why() -> None:
 
 
 def test_predicted_times_of_decoding_are_near_the_measured_times() -> None:
-    text = (Path(__file__).parents[2] / "benchmarks/results/cpu/decode.csv").read_text()
+    text = (Path(__file__).parents[3] / "benchmarks/results/cpu/decode.csv").read_text()
     rows = [
         row
         for row in csv.DictReader(text.splitlines())

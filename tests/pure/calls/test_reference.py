@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 pdoc = pytest.importorskip("pdoc", reason="needs pdoc; pip install 'tilegen[dev]'")
-SCRIPT = Path(__file__).parents[2] / ".ci" / "reference.py"
+SCRIPT = Path(__file__).parents[3] / ".ci" / "reference.py"
 
 
 CODE = '''

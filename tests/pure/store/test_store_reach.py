@@ -19,7 +19,7 @@ from tilegen.errors import Unsupported
 from tilegen.store import Location, Unreachable, list_records, look_up, remote, save
 from tilegen.store.transfer import merge
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 pytestmark = pytest.mark.usefixtures("first_contact")

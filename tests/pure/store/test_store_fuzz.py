@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.pure.test_hostile_records import CONTENTS, GOOD, THINGS, edited
+from tests.pure.store.test_hostile_records import CONTENTS, GOOD, THINGS, edited
 from tests.support.records import H200, PROBLEM, RECORD, own, place, record
 from tilegen.disk import say_once
 from tilegen.errors import InvalidRecord

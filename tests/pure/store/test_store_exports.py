@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pure.test_store_transfer import CONFIGS, files, log_of, trial, tuned_apart
+from tests.pure.store.test_store_transfer import CONFIGS, files, log_of, trial, tuned_apart
 from tests.support.records import PROBLEM, RECORD, UNMEASURED, own, place, record
 from tilegen.errors import Unsupported
 from tilegen.store import list_records, save, transfer

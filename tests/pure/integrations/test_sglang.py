@@ -72,7 +72,7 @@ def test_methods_have_the_parameters_that_sglang_gives(sglang: Any) -> None:
 
 
 def test_fields_read_of_batches_and_layers_exist() -> None:
-    path = Path(__file__).parents[2] / "tilegen" / "integrations" / "sglang_backend.py"
+    path = Path(__file__).parents[3] / "tilegen" / "integrations" / "sglang_backend.py"
     tree = ast.parse(path.read_text(encoding="utf-8"))
     functions = {one.name: one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef)}
 

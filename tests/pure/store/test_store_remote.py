@@ -36,7 +36,7 @@ from tilegen.store.transfer import merge
 
 pytestmark = [pytest.mark.oldest, pytest.mark.usefixtures("first_contact")]
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")

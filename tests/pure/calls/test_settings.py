@@ -173,7 +173,7 @@ def package_at(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_data_is_beside_the_package_in_a_checkout() -> None:
-    assert Path(__file__).parents[2] / "cache" == resources.data_dir("cache")
+    assert Path(__file__).parents[3] / "cache" == resources.data_dir("cache")
 
 
 def test_installed_data_comes_before_a_folder_beside_the_package(

@@ -290,7 +290,7 @@ def test_functions_that_cannot_be_compared_are_traced_again(
 
 
 def _importing(s: Any, *_: Any) -> Any:
-    from tests.pure.test_traces import FACTOR as factor  # noqa: N811
+    from tests.pure.masks.test_traces import FACTOR as factor  # noqa: N811
 
     return s * factor
 

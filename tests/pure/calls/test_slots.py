@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tilegen
-from tests.pure.test_paged import call
+from tests.pure.calls.test_paged import call
 from tilegen.errors import InvalidProblem
 from tilegen.runtime.slots import write_slots
 

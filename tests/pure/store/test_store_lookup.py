@@ -40,7 +40,7 @@ from tilegen.store.election import join
 from tilegen.store.lookup import similar_devices, why_not_legal
 from tilegen.task import KernelTask, Tiled
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)

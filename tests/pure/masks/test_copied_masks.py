@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tilegen
-from tests.pure.test_trace import BIAS, DOCUMENTS
+from tests.pure.masks.test_trace import BIAS, DOCUMENTS
 from tilegen.masks import predicate
 from tilegen.masks.score import Score
 from tilegen.operators.crossing import crossing

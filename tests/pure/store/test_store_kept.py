@@ -20,7 +20,7 @@ from tilegen.store.trials import Conditions, join_trials
 from tilegen.task import KernelTask
 from tilegen.tuning.trials import TrialLog
 
-GOLDEN = Path(__file__).parents[1] / "golden"
+GOLDEN = Path(__file__).parents[2] / "golden"
 KEPT = GOLDEN / "store_of_schema_1"
 OLDER = "h200/fwd/b4_hq32_hkv8_q64_kv64_d128_bf16_causal+window-15-0.json"
 TRIALS = "trials/h200/fwd/b4_hq32_hkv8_q64_kv64_d128_bf16_causal.jsonl"

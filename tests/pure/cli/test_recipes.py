@@ -15,7 +15,7 @@ from tests.support.bundles import as_if_compiled
 from tilegen.cli.main import app
 from tilegen.compiling.workers import Pool
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 RECIPES = ROOT / "tilegen" / "integrations" / "recipes"
 PAGES = {
     "transformers": "transformers",

@@ -249,7 +249,7 @@ def number_type() -> Case:
 
 def local_import() -> Case:
     def keep(b: Any, h: Any, q: Any, k: Any) -> Any:
-        from tests.pure import test_remembered_traces
+        from tests.pure.masks import test_remembered_traces
 
         return q - k < test_remembered_traces.WIDTH
 
