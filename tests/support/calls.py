@@ -21,6 +21,7 @@ from tests.compiler.runs import TARGETS, WIDE
 from tilegen import cpu
 from tilegen.choose.choice import Shortlist
 from tilegen.choose.ranker import by_lower_bound
+from tilegen.compiling import compiler
 from tilegen.compiling.acceptable import acceptable
 from tilegen.compiling.compiler import CompiledKernel
 from tilegen.cpu import direct, target
@@ -155,7 +156,7 @@ def settled(
     def compile(tiled: Tiled) -> Resources | BuildFailed:
         config = tiled.config
         try:
-            compiled[config] = compile_for(render(problem, config, kernel), gpu.arch)
+            compiled[config] = compiler.compile_for(render(problem, config, kernel), gpu.arch)
         except BuildFailed as error:
             return error
         return compiled[config].resources
