@@ -20,6 +20,6 @@ def benchmarks() -> Iterator[tuple[str, str]]:
 
 
 if __name__ == "__main__":
-    print("python -m benchmarks.NAME --help describes one of these:\n")
+    print("python -m benchmarks.NAME --help describes one; results: benchmarks/README.md\n")
     for name, first in benchmarks():
         print(f"{name:20}{first}")

@@ -1,12 +1,12 @@
-"""Targets of few queries on many keys: the model's prediction for an H200, beside the best
-published time and the goal; on a GPU, tilegen and its peers are then timed side by side.
+"""Few queries on many keys: predicted for an H200, beside published times and goals, and measured.
 
     python -m benchmarks.decode --minutes 10
 
 The table goes to benchmarks/results/decode_predicted.csv, and needs no GPU; it also says what the
 choice is once its kernels are compiled, which takes half a minute the first time. With
 TILEGEN_BATCH_INVARIANT=1, tilegen's calls are measured as batch-invariant ones. A predicted time is
-that of a measurement here: launches count, and L2 is cold. Published times are those of kernels
+that of a measurement here: launches count, and L2 is cold. On a GPU tilegen and its peers are then
+timed side by side. Published times are those of kernels
 alone (benchmarks/results/published/README.md).
 """
 
