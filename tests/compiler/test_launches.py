@@ -140,12 +140,28 @@ def test_programs_of_splits_work_on_a_split() -> None:
     assert not work.is_small(1000, long)
 
 
-def test_kernels_that_lengths_do_not_tell_of_are_never_small(taken: list[int]) -> None:
-    problem = AttentionProblem.parse("hq2 q32 kv64 d32 fp32 full")
-    rendered = render(problem, TileConfig(block_m=1, block_n=16), "fwd_combine")
-    partials, lse = torch.randn(1, 2, 1, 32, 32), torch.zeros(1, 2, 1, 32)
-    cpu.load(rendered).launch(partials, lse, torch.empty(1, 2, 32, 32), torch.zeros(1, 2, 32))
-    assert taken == [2]
+@pytest.mark.parametrize("queries", [8, 2048])
+def test_work_of_joining_grows_with_splits(queries: int, taken: list[int]) -> None:
+    problem = AttentionProblem.parse(f"hq2 q{queries} kv64 d32 fp32 full")
+    config = TileConfig(block_m=1, block_n=16)
+    partials, lse = torch.randn(1, 2, 1, queries, 32), torch.zeros(1, 2, 1, queries)
+    results = torch.empty(1, 2, queries, 32), torch.zeros(1, 2, queries)
+    cpu.load(render(problem, config, "fwd_combine")).launch(partials, lse, *results)
+    assert taken == ([1] if queries == 8 else [2])
+    work, place = _work("fwd_combine", str(problem), config)
+    whole, more = ([0] * place + [splits] for splits in (16, 17))
+    least = ENOUGH // (16 * work.per_row)
+    assert work.is_small(least, whole) == work.is_small(least, [0] * place + [1])
+    assert not work.is_small(least, more)
+
+
+def test_work_of_pages_is_bounded_by_the_longest_request() -> None:
+    config = TileConfig(block_m=1, heads=4, block_n=32, split_kv=512)
+    work, place = _work("fwd_paged", "hq8 hkv2 q1 kv4096 d32 fp32 full page16", config)
+    plain, _ = _work("fwd_split", "hq8 hkv2 q1 kv4096 d32 fp32 full", config)
+    assert (work.per_row, work.tile, work.most) == (plain.per_row, plain.tile, plain.most)
+    assert work.is_small(2, [0] * place + [16])
+    assert not work.is_small(2 * 64, [0] * place + [4096])
 
 
 def test_set_num_threads_holds_for_launches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ _PER_BYTE = 1.2
 @dataclass(frozen=True)
 class Work:
     """The work of a program of a kernel that holds head dims whole, or passes over its rows
-    once."""
+    once. What a kernel joins are splits, which count as rows."""
 
     per_row: int
     """Flops for each streamed row."""
@@ -47,8 +47,12 @@ class Work:
         """Return the work of an emitted kernel with the given argument names; None if lengths do
         not determine it."""
         spec = KERNELS[kernel]
-        if "pages" in spec.supports or spec.joins or spec.sliced is not None:
+        if spec.sliced is not None:
             return None
+        if spec.joins:
+            width = max(problem.head_dim_qk, problem.head_dim_v)
+            per_row = _PER_ELEMENT * config.block_m * width
+            return Work(per_row, config.block_n, 0, names.index("num_splits"))
         if not spec.masked:
             widths = problem.head_dim_qk + problem.head_dim_v
             return Work(_PER_ELEMENT * config.block_m * widths, 1, 1, names.index("seqlen_q"))
@@ -58,7 +62,8 @@ class Work:
             return Work(problem.group_size * flops, config.block_m, 0, *places)
         if spec.stationary == "rows":
             rows = config.block_m * (tile_heads(config, problem.group_size) if spec.packs else 1)
-            tile, passing = config.block_n, "seqlen_kv"
+            # Of pages only the longest request is known here.
+            tile, passing = config.block_n, "longest_kv" if problem.page else "seqlen_kv"
             streamed = problem.element_bytes * (problem.head_dim_qk + problem.head_dim_v)
             least = round(_PER_BYTE * streamed)
         else:
