@@ -34,33 +34,39 @@ def _spin():  # noqa: ANN202
     """Return a function that runs FMAs: `spin(address, steps)`."""
     import llvmlite.binding as llvm
 
-    target = host()
-    vector = f"<{target.lanes} x float>"
-    head = [
-        f"declare {vector} @llvm.fmuladd.v{target.lanes}f32({vector}, {vector}, {vector})",
-        "define void @launch(ptr %out, i64 %steps) #0 {",
-        "entry:",
-        f"  %x = load {vector}, ptr %out, align 4",
-        "  br label %body",
-        "body:",
-        "  %i = phi i64 [ 0, %entry ], [ %next, %body ]",
+    target, numbers = host(), range(SUMS)
+    vector, width = f"<{target.lanes} x float>", 32 * target.lanes
+    multiply = f"@llvm.fmuladd.v{target.lanes}f32"
+    sums = [f"  %s{n} = phi {vector} [ %x, %entry ], [ %t{n}, %body ]" for n in numbers]
+    steps = [
+        f"  %t{n} = call {vector} {multiply}({vector} %s{n}, {vector} %x, {vector} %s{n})"
+        for n in numbers
     ]
-    head += [f"  %s{n} = phi {vector} [ %x, %entry ], [ %t{n}, %body ]" for n in range(SUMS)]
-    name = f"@llvm.fmuladd.v{target.lanes}f32"
-    body = [
-        f"  %t{n} = call {vector} {name}({vector} %s{n}, {vector} %x, {vector} %s{n})"
-        for n in range(SUMS)
+    stores = [
+        f"  %p{n} = getelementptr {vector}, ptr %out, i64 {n}\n"
+        f"  store {vector} %t{n}, ptr %p{n}, align 4"
+        for n in numbers
     ]
-    tail = ["  %next = add i64 %i, 1", "  %more = icmp ult i64 %next, %steps"]
-    tail += ["  br i1 %more, label %body, label %done", "done:"]
-    for n in range(SUMS):
-        place = f"  %p{n} = getelementptr {vector}, ptr %out, i64 {n}"
-        tail += [place, f"  store {vector} %t{n}, ptr %p{n}, align 4"]
-    tail += ["  ret void", "}"]
-    features = f'"target-cpu"="{target.cpu}" "target-features"="{target.features}"'
-    width = 32 * target.lanes
-    features += f' "prefer-vector-width"="{width}" "min-legal-vector-width"="{width}"'
-    text = "\n".join([*head, *body, *tail, f"attributes #0 = {{ {features} }}"])
+    lines = "\n".join
+    text = f"""
+declare {vector} {multiply}({vector}, {vector}, {vector})
+define void @launch(ptr %out, i64 %steps) #0 {{
+entry:
+  %x = load {vector}, ptr %out, align 4
+  br label %body
+body:
+  %i = phi i64 [ 0, %entry ], [ %next, %body ]
+{lines(sums + steps)}
+  %next = add i64 %i, 1
+  %more = icmp ult i64 %next, %steps
+  br i1 %more, label %body, label %done
+done:
+{lines(stores)}
+  ret void
+}}
+attributes #0 = {{ "target-cpu"="{target.cpu}" "target-features"="{target.features}"
+  "prefer-vector-width"="{width}" "min-legal-vector-width"="{width}" }}
+"""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     machine = llvm.Target.from_default_triple().create_target_machine(

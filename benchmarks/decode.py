@@ -13,7 +13,6 @@ alone (benchmarks/results/published/README.md).
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -21,16 +20,10 @@ from typing import Annotated
 import typer
 
 from benchmarks.arithmetic import compulsory_bytes
-from benchmarks.environment import (
-    RESULTS,
-    Environment,
-    dated,
-    has_gpu,
-    start_over,
-)
+from benchmarks.environment import RESULTS, Csv, Environment, Minutes, Seconds, has_gpu
 from benchmarks.providers import providers
-from benchmarks.rows import write
-from benchmarks.run import cases, run
+from benchmarks.rows import table, write
+from benchmarks.run import cases, run_all
 from benchmarks.workloads import SERVED, Workload
 from tilegen import cpu
 from tilegen.choose.families import family
@@ -42,14 +35,13 @@ from tilegen.choose.ranker import (
 )
 from tilegen.compiling.verdicts import verdict
 from tilegen.errors import BuildFailed
-from tilegen.gpus.spec import detect, gpu
+from tilegen.gpus.spec import gpu
 from tilegen.kernels.registry import FORWARD, KERNELS
 from tilegen.model.splits import splits_of
 from tilegen.model.time import launch_seconds
 from tilegen.pipeline import choose_by_model
 from tilegen.problem import AttentionProblem
 from tilegen.task import KernelTask, Tiled
-from tilegen.tuning.measure import DeviceLost
 
 GPU = "h200"
 PREDICTED = RESULTS / "decode_predicted.csv"
@@ -190,32 +182,13 @@ def _invariant_seconds(problem: AttentionProblem) -> float:
     return sum(estimate(task.tiled(invariant_config(task))).seconds for task in tasks)
 
 
-def lines(rows: Iterable[Predicted]) -> Iterator[str]:
-    """Yield the table as a terminal shows it, in microseconds."""
-    heads = ("predicted", 10), ("compiled", 10), ("invariant", 11), ("bytes", 8)
-    heads += ("published", 11), ("goal", 9)
-    yield f"{'target':22}{''.join(f'{name:>{width}}' for name, width in heads)}  choice"
-    for row in rows:
-        compiled = "" if row.compiled_us is None else f"{row.compiled_us:.1f}"
-        yield (
-            f"{row.name:22}{row.predicted_us:10.1f}{compiled:>10}{row.invariant_us:11.1f}"
-            f"{row.bytes_us:8.1f}{row.published_us:11.1f}{row.goal_us:9.1f}  {row.family} "
-            f"{row.configs}, {row.splits} splits"
-        )
-
-
 def main(
-    minutes: Annotated[
-        float, typer.Option(help="Stop starting new measurements after this long.")
-    ] = 10.0,
-    seconds: Annotated[float, typer.Option(help="Measuring time of one row.")] = 0.3,
+    minutes: Minutes = 10.0,
+    seconds: Seconds = 0.3,
     predicted: Annotated[
         Path, typer.Option(help="File for the table of predictions; replaced.")
     ] = PREDICTED,
-    csv: Annotated[
-        Path | None,
-        typer.Option(help="File of measured rows. Default: benchmarks/results/<gpu>/<date>.csv."),
-    ] = None,
+    csv: Csv = None,
 ) -> None:
     """Print what is predicted for few queries, and measure it where there is a GPU.
 
@@ -226,7 +199,8 @@ def main(
     if not cpu.is_interpreting():  # which compiles nothing
         rows = list(map(as_compiled, rows))
     write(predicted, rows)
-    print(*lines(rows), sep="\n")
+    names = "name predicted_us compiled_us invariant_us bytes_us published_us goal_us family splits"
+    print(table(rows, [*names.split(), "configs"]))
     if not has_gpu():
         print("no GPU that PyTorch can use: nothing is measured")
         return
@@ -234,15 +208,8 @@ def main(
         [target.workload for target in TARGETS],
         [provider for provider in providers() if provider.name in PEERS],
     )
-    path = dated(csv)
-    deadline = started + 60 * minutes
-    try:
-        left = run(todo, path, deadline=deadline, seconds=seconds, spec=detect())
-    except DeviceLost as lost:
-        print(f"{lost}; starting over after the row that caused it", flush=True)
-        start_over(deadline, f"--csv={path}")
-    if left:
-        print(f"time is over, {left} rows left; the same command goes on from here")
+    left = minutes - (time.monotonic() - started) / 60
+    run_all(list(todo), csv, minutes=left, seconds=seconds)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -49,92 +50,61 @@ PEERS = ("tilegen", "sdpa-flash", "sdpa-cudnn", "flex")
 """Providers that are timed: `python -m benchmarks.run` times all."""
 MOST_PROCESSES = 14
 """Upper bound on the processes of pytest: each holds half a gigabyte of the GPU's memory."""
-WHOLE = "train", "generate"
-"""Whole runs, last."""
-LEFT_OVER = 0.01
-"""Share of parts that get what the others leave."""
+COMMANDS = {
+    "tuning": (0.3, "tune {minutes} --pack={out}/records.tar.gz"),
+    "benchmarks": (
+        0.3,
+        f"run --head {' '.join(f'--provider={name}' for name in PEERS)} {{minutes}} "
+        "--csv={out}/benchmarks.csv",
+    ),
+    "decode": (
+        0.15,
+        "decode {minutes} --predicted={out}/decode_predicted.csv --csv={out}/benchmarks.csv",
+    ),
+    "first result": (0.1, "first_result --repeats=1 --csv={out}/first_result.csv"),
+    "counters": (0.1, "counters {minutes} --csv={out}/counters.csv"),
+    "io": (0.15, "io_counters {minutes} --out={out}/io"),
+    # Whole runs get what the others leave.
+    "train": (0.01, "whole train {minutes} --out={out}/whole/train.csv"),
+    "generate": (0.01, "whole generate {minutes} --out={out}/whole/generate.csv"),
+}
+"""Parts after the tests, the most important first: their shares of the time and their commands."""
 LAST_SECONDS = 16.0
 """Time that is kept for the summary and for a part that is slow to end [seconds]."""
 
 
 def parts(out: Path) -> list[Part]:
     """Return the parts of the check, the most important first."""
-    python = sys.executable
+
+    def command(words: list[str], seconds: float) -> list[str]:
+        minutes = f"--minutes={seconds * STOPS_ITSELF / 60:.3f}"
+        said = [word.format(minutes=minutes, out=out) for word in words[1:]]
+        return [sys.executable, "-m", f"benchmarks.{words[0]}", *said]
+
+    return [
+        Part(name="tests", command=lambda _: tests(out), share=0.25),
+        *(
+            Part(name=name, command=partial(command, text.split()), share=share)
+            for name, (share, text) in COMMANDS.items()
+        ),
+    ]
+
+
+def tests(out: Path) -> list[str]:
+    """Return the command that runs tests/gpu."""
+    if find_spec("pytest") is None:
+        return [
+            sys.executable,
+            "-c",
+            "raise SystemExit('pytest is not installed: no test was run')",
+        ]
     # Most of the time goes into compiling, which each process of pytest does by itself. Neighbours
     # stay together, so that one process makes the bundle of a file.
     processes = min(max(1, len(os.sched_getaffinity(0)) - 2), MOST_PROCESSES)
     spread = ["-n", f"{processes}", "--dist", "worksteal"] if find_spec("xdist") else []
-
-    def module(name: str, *arguments: str) -> list[str]:
-        return [python, "-m", f"benchmarks.{name}", *arguments]
-
-    def tests() -> list[str]:
-        if find_spec("pytest") is None:
-            return [python, "-c", "raise SystemExit('pytest is not installed: no test was run')"]
-        return [
-            *(python, "-m", "pytest", "tests/gpu", "-q", f"--junit-xml={out / 'tests.xml'}"),
-            *("-p", "no:cacheprovider", *spread),
-        ]
-
-    def minutes(seconds: float) -> str:
-        return f"--minutes={seconds * STOPS_ITSELF / 60:.3f}"
-
     return [
-        Part(
-            name="tests",
-            command=lambda _: tests(),
-            share=0.25,
-        ),
-        Part(
-            name="tuning",
-            command=lambda s: module("tune", minutes(s), f"--pack={out / 'records.tar.gz'}"),
-            share=0.3,
-        ),
-        Part(
-            name="benchmarks",
-            command=lambda s: module(
-                *("run", "--head", *(f"--provider={name}" for name in PEERS)),
-                *(minutes(s), f"--csv={out / 'benchmarks.csv'}"),
-            ),
-            share=0.3,
-        ),
-        Part(
-            name="decode",
-            command=lambda s: module(
-                "decode",
-                minutes(s),
-                f"--predicted={out / 'decode_predicted.csv'}",
-                f"--csv={out / 'benchmarks.csv'}",
-            ),
-            share=0.15,
-        ),
-        Part(
-            name="first result",
-            command=lambda _: module(
-                "first_result", "--repeats=1", f"--csv={out / 'first_result.csv'}"
-            ),
-            share=0.1,
-        ),
-        Part(
-            name="counters",
-            command=lambda s: module("counters", minutes(s), f"--csv={out / 'counters.csv'}"),
-            share=0.1,
-        ),
-        Part(
-            name="io",
-            command=lambda s: module("io_counters", minutes(s), f"--out={out / 'io'}"),
-            share=0.15,
-        ),
-        *(
-            Part(
-                name=name,
-                command=lambda s, name=name: module(
-                    "whole", name, minutes(s), f"--out={out / 'whole' / name}.csv"
-                ),
-                share=LEFT_OVER,
-            )
-            for name in WHOLE
-        ),
+        *(sys.executable, "-m", "pytest", "tests/gpu", "-q", f"--junit-xml={out / 'tests.xml'}"),
+        *("-p", "no:cacheprovider", *spread),
     ]
 
 

@@ -44,7 +44,7 @@ def main(
     Example: python -m benchmarks.io_study
     """
     from benchmarks import plots
-    from benchmarks.study import devices, figures, masks, page, sweep
+    from benchmarks.study import figures, masks, page, sweep
     from benchmarks.study.counting import Counters
 
     started = time.monotonic()
@@ -55,9 +55,8 @@ def main(
     plots.require_matplotlib()
     if not draw:
         dims = (64,) if quick else sweep.HEAD_DIMS
-        write(out / "devices.csv", devices.device_rows())
         write(out / "sweep.csv", sweep.sweep_rows(dims))
-        say("devices and best tiles: done")
+        say("best tiles: done")
         with Counters(processes or None) as counters:
             lengths = masks.LENGTHS[:2] if quick else masks.LENGTHS
             write(out / "masks.csv", masks.mask_rows(counters, lengths))

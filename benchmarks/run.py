@@ -21,7 +21,15 @@ import typer
 
 from benchmarks import cpu_calls
 from benchmarks.arithmetic import compulsory_bytes, flops, ideal_seconds
-from benchmarks.environment import Environment, dated, has_gpu, start_over
+from benchmarks.environment import (
+    Csv,
+    Environment,
+    Minutes,
+    Seconds,
+    dated,
+    has_gpu,
+    start_over,
+)
 from benchmarks.parts import Part
 from benchmarks.providers import Provider, providers
 from benchmarks.rows import Row, Status, append, read, same_values
@@ -184,6 +192,20 @@ def run(
     return left
 
 
+def run_all(todo: Sequence[Case], csv: Path | None, *, minutes: float, seconds: float) -> None:
+    """Measure cases into a result file, and say how many are left; start over after a launch that
+    broke the device."""
+    path, deadline = dated(csv), time.monotonic() + 60 * minutes
+    print(f"{Environment().gpu}: up to {len(todo)} rows for {path}", flush=True)
+    try:
+        left = run(todo, path, deadline=deadline, seconds=seconds, spec=detect())
+    except DeviceLost as lost:
+        print(f"{lost}; starting over after the row that caused it", flush=True)
+        start_over(deadline, f"--csv={path}")
+    if left:
+        print(f"time is over, {left} rows left; the same command goes on from here")
+
+
 def line(row: Row) -> str:
     """Format a row for the terminal."""
     what = f"{row.workload:26} {row.direction:8} {row.provider:18}"
@@ -207,14 +229,9 @@ def main(
     masks: Annotated[
         bool, typer.Option("--masks", help="One workload for each family of masks instead.")
     ] = False,
-    minutes: Annotated[
-        float, typer.Option(help="Stop starting new measurements after this long.")
-    ] = 60.0,
-    seconds: Annotated[float, typer.Option(help="Measuring time of one row.")] = 0.3,
-    csv: Annotated[
-        Path | None,
-        typer.Option(help="Result file. Default: benchmarks/results/<gpu>/<date>.csv."),
-    ] = None,
+    minutes: Minutes = 60.0,
+    seconds: Seconds = 0.3,
+    csv: Csv = None,
 ) -> None:
     """Benchmark tilegen and what PyTorch offers; one CSV row per workload, provider, direction.
 
@@ -224,20 +241,9 @@ def main(
         print("no GPU that PyTorch can use: timing calls on the CPU instead")
         cpu_calls.main(out=csv or cpu_calls.OUT, minutes=min(minutes, 40.0))
         return
-    started = time.monotonic()
-    known = MASKED if masks else head() if only_head else CATALOGUE
-    workloads = named("workload", known, workload)
-    chosen = list(cases(workloads, named("provider", providers(), provider)))
-    path = dated(csv)
-    print(f"{Environment().gpu}: up to {len(chosen)} rows for {path}", flush=True)
-    deadline = started + 60 * minutes
-    try:
-        left = run(chosen, path, deadline=deadline, seconds=seconds, spec=detect())
-    except DeviceLost as lost:
-        print(f"{lost}; starting over after the row that caused it", flush=True)
-        start_over(deadline, f"--csv={path}")
-    if left:
-        print(f"time is over, {left} rows left; the same command goes on from here")
+    workloads = named("workload", MASKED if masks else head() if only_head else CATALOGUE, workload)
+    todo = list(cases(workloads, named("provider", providers(), provider)))
+    run_all(todo, csv, minutes=minutes, seconds=seconds)
 
 
 Named = TypeVar("Named", Workload, Provider, Part)

@@ -15,29 +15,7 @@ import sympy as sp
 
 from tilegen.kernels.spec import Direction
 from tilegen.model import bounds
-from tilegen.model.symbols import (
-    B_c,
-    B_r,
-    H_kv,
-    M,
-    N,
-    N_kv,
-    N_q,
-    P,
-    alpha,
-    c,
-    d,
-    d_qk,
-    d_v,
-    e,
-    g,
-    n,
-    n_kv,
-    n_q,
-    nnz,
-    w,
-    x,
-)
+from tilegen.model import symbols as s
 from tilegen.model.traffic import ACCUMULATOR_BYTES, total_bytes
 from tilegen.theory.optimum import exact_tiles, leading_words, narrow_words
 from tilegen.theory.schedules import SCHEDULES
@@ -65,9 +43,10 @@ def lower_bounds(
 
 @cache
 def _bounds(direction: Direction) -> dict[str, Callable[..., float]]:
-    floor = total_bytes(bounds.floor_terms(direction)) / e
-    dense = {N_q: N, N_kv: N, n_q: N, n_kv: N, w: N, nnz: N**2, d_qk: d, d_v: d}
-    single_head = {H_kv: 1, g: 1, P: 1}
+    floor = total_bytes(bounds.floor_terms(direction)) / s.e
+    lengths = dict.fromkeys((s.N_q, s.N_kv, s.n_q, s.n_kv, s.w), s.N)
+    dense = lengths | {s.nnz: s.N**2, s.d_qk: s.d, s.d_v: s.d}
+    single_head = {s.H_kv: 1, s.g: 1, s.P: 1}
     formulas: dict[str, Callable[..., float]] = {}
     for name, expression in (
         ("lb1", bounds.partition_bound()),
@@ -75,7 +54,7 @@ def _bounds(direction: Direction) -> dict[str, Callable[..., float]]:
         ("floor", floor),
     ):
         plain = expression.subs(dense).subs(single_head)
-        evaluate: Any = sp.lambdify((N, d, M, e), plain, modules="math")
+        evaluate: Any = sp.lambdify((s.N, s.d, s.M, s.e), plain, modules="math")
         formulas[name] = evaluate
     return formulas
 
@@ -106,7 +85,7 @@ def ideal_small(direction: Direction, memory: float, head_dim: int, element_byte
 
 @cache
 def _in_x(expression: sp.Expr) -> Callable[[float, float], float]:
-    evaluate: Any = sp.lambdify((x, alpha), expression, modules="math")
+    evaluate: Any = sp.lambdify((s.x, s.alpha), expression, modules="math")
     return evaluate
 
 
@@ -128,10 +107,10 @@ def chunked_large(
 @cache
 def _streaming(kernel: str) -> tuple[Callable[..., float], Callable[..., float]]:
     """Return the rows that stay, of M, d and alpha, and words / N^2, of those rows, d and alpha."""
-    side = B_c if kernel == "bwd_dkdv" else B_r
-    rows: Any = exact_tiles(kernel)[side].subs({d_qk: d, d_v: d, c: ROWS_IN, n: 1})
-    tile: Any = sp.lambdify((M, d, alpha), rows, modules="math")
-    words: Any = sp.lambdify((side, d, alpha), SCHEDULES[kernel].per_score(), modules="math")
+    side = s.B_c if kernel == "bwd_dkdv" else s.B_r
+    rows: Any = exact_tiles(kernel)[side].subs({s.d_qk: s.d, s.d_v: s.d, s.c: ROWS_IN, s.n: 1})
+    tile: Any = sp.lambdify((s.M, s.d, s.alpha), rows, modules="math")
+    words: Any = sp.lambdify((side, s.d, s.alpha), SCHEDULES[kernel].per_score(), modules="math")
     return tile, words
 
 

@@ -9,14 +9,18 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks.rows import grouped, markdown, read
+from benchmarks.rows import markdown, read
 from benchmarks.study import closed, sweep
 from benchmarks.study.tiles import LARGE_CACHE
+from tilegen.gpus.spec import gpu
 from tilegen.kernels.spec import Direction
+from tilegen.theory.regimes import device_regimes
 
 Row = dict[str, str]
 PAGE_WIDTH = 100
 """Columns of a page's text; lines of tables may be longer."""
+SIZES = {4: "fp32", 2: "bf16, fp16", 1: "fp8"}
+"""Dtypes of the table of devices, by the bytes of an element."""
 SHOWN_KB = ("8.0", "32.0", "128.0", "512.0")
 
 
@@ -132,21 +136,16 @@ def masks(folder: Path) -> str:
     return markdown(names, lines)
 
 
-def devices(folder: Path) -> str:
-    """Dividing head dims per GPU and dtype."""
-    rows = grouped(read(folder / "devices.csv"), ("device",), "dtype")
-    sizes = list(next(iter(rows.values())))
-    lines: list[list[str]] = []
-    for (name,), mine in rows.items():
-        first = mine[sizes[0]]
-        pairs = ([mine[size][f"dividing_{way}"] for way in sweep.DIRECTIONS] for size in sizes)
-        lines.append(
-            [
-                *(name, number(first["smem_kb"], 0), number(first["on_chip_kb"], 0)),
-                *(" / ".join(number(one, 0) for one in pair) for pair in pairs),
-            ]
-        )
-    return markdown(("GPU", "shared memory, KB", "on chip, KB", *sizes), lines)
+def devices(_: Path) -> str:
+    """Dividing head dims per GPU and dtype: forward / backward."""
+    lines: dict[str, list[str]] = {}
+    for regime in device_regimes(tuple(SIZES)):
+        spec = gpu(regime.gpu)
+        memories = (f"{spec.smem_per_block / 1024:.0f}", f"{spec.on_chip_bytes / 1024:.0f}")
+        dims = (f"{regime.dividing_head_dims[way]:.0f}" for way in sweep.DIRECTIONS)
+        lines.setdefault(spec.title, [spec.title, *memories]).append(" / ".join(dims))
+    names = ("GPU", "shared memory, KB", "on chip, KB", *SIZES.values())
+    return markdown(names, lines.values())
 
 
 PLAIN: dict[str, tuple[str, dict[str, tuple[str, int | None]], Callable[[Row], bool]]] = {

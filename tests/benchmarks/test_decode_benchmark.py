@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from benchmarks import decode
+from benchmarks import run as driver
 from benchmarks.check import check, make_inputs
 from benchmarks.providers import providers
 from benchmarks.run import Case
@@ -113,7 +114,7 @@ def test_decoding_is_measured_where_there_is_a_gpu(
 
     monkeypatch.setattr(decode, "has_gpu", lambda: there)
     monkeypatch.setattr(decode, "as_compiled", lambda row: row)
-    monkeypatch.setattr(decode, "run", run)
+    monkeypatch.setattr(driver, "run", run)
     path = tmp_path / "predicted.csv"
     decode.main(predicted=path, csv=tmp_path / "rows.csv")
     assert len(path.read_text().splitlines()) == 1 + len(decode.TARGETS)
@@ -137,8 +138,8 @@ def test_after_a_lost_device_decoding_starts_over(
 
     monkeypatch.setattr(decode, "has_gpu", lambda: True)
     monkeypatch.setattr(decode, "as_compiled", lambda row: row)
-    monkeypatch.setattr(decode, "run", run)
-    monkeypatch.setattr(decode, "start_over", start_over)
+    monkeypatch.setattr(driver, "run", run)
+    monkeypatch.setattr(driver, "start_over", start_over)
     rows = tmp_path / "rows.csv"
     with pytest.raises(SystemExit):
         decode.main(predicted=tmp_path / "predicted.csv", csv=rows)
