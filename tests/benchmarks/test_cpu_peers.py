@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -97,7 +98,19 @@ def test_masks_of_cases() -> None:
         assert torch.equal(keep, wanted)
 
 
-def test_the_page_has_the_summary_of_the_result_file() -> None:
-    lines = list(cpu_peers.summary(read(RESULTS / "cpu" / "peers.csv")))
-    table = "\n".join(lines[2 : lines.index("", 2)])
-    assert table in (RESULTS.parent / "README.md").read_text(encoding="utf-8")
+def test_the_pages_have_the_summaries_of_the_result_files() -> None:
+    """Tables of both processors, losses in turns with vLLM alone, and the least ratios."""
+    page = (RESULTS.parent / "README.md").read_text(encoding="utf-8")
+    rows = read(RESULTS / "cpu" / "peers.csv")
+    tables = re.findall(r"(?:^\|.*\n)+", "\n".join(cpu_peers.summary(rows)), re.MULTILINE)
+    assert len(tables) == len({row["processor"] for row in rows}) > 1
+    for table in tables:
+        assert table in page
+    front = (RESULTS.parents[1] / "README.md").read_text(encoding="utf-8")
+    for table in tables:
+        ratios = [float(cell) for cell in re.findall(r"(?<=\| )[\d.]+(?= \|)", table)]
+        assert f"{min(ratios):.2f} " in front
+    alone = list(cpu_peers.summary(read(RESULTS / "cpu" / "peers_vllm.csv")))
+    losses = [line for line in alone if line.startswith("slower")]
+    assert losses
+    assert all(line in page for line in losses)
