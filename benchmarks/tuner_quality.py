@@ -29,7 +29,7 @@ from unittest import mock
 import typer
 
 import tilegen
-from benchmarks.environment import RESULTS, Environment
+from benchmarks.environment import Environment
 from benchmarks.ranking import spearman
 from benchmarks.recordings import Recording, Replayed, committed, read
 from benchmarks.rows import write
@@ -215,9 +215,7 @@ def main(
         list[Path] | None, typer.Argument(help="Recordings. Default: all that are committed.")
     ] = None,
     seeds: Annotated[int, typer.Option(help="Runs of each search on each recording.")] = 6,
-    out: Annotated[Path, typer.Option(help="Result file; replaced.")] = (
-        RESULTS / "cpu" / "tuner_quality.csv"
-    ),
+    out: Annotated[Path | None, typer.Option(help="File for the rows; replaced.")] = None,
 ) -> None:
     """Report rank correlation and regret of the model and the search, from recorded timings.
 
@@ -231,8 +229,9 @@ def main(
     with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as processes:
         rows = [row for rows in processes.map(judge, todo, [seeds] * len(todo)) for row in rows]
     print(*table(rows), sep="\n")
-    write(out, rows)
-    print(f"median (p20..p80) over seeds, then the median over recordings; written to {out}")
+    print("median (p20..p80) over seeds, then the median over recordings")
+    if out:
+        write(out, rows)
 
 
 if __name__ == "__main__":
