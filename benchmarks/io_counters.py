@@ -23,7 +23,7 @@ import typer
 
 from benchmarks.counters import Counted, ncu
 from benchmarks.environment import gpu_at_hand
-from benchmarks.rows import append
+from benchmarks.rows import append, write
 from benchmarks.study.experiments import EXPERIMENTS, PEERS, Case, cases
 from benchmarks.study.verdicts import (
     NEEDED,
@@ -123,20 +123,12 @@ def run_all(todo: list[Case], gpu: GpuSpec, out: Path, *, deadline: float) -> bo
         for row in new:
             append(out / "rows.csv", row)
             print(_line(row), flush=True)
-        _write_verdicts(out / "verdicts.csv", rows, broken)
+        write(out / "verdicts.csv", list(verdicts(rows, broken)))
     return not broken and not any(row.verdict == "fail" for row in rows)
 
 
 def _same_group(case: Case, other: Case | MeasureRow) -> bool:
     return (case.experiment, case.group) == (other.experiment, other.group)
-
-
-def _write_verdicts(path: Path, rows: list[MeasureRow], broken: Counter[str]) -> None:
-    new = path.with_suffix(".new")
-    new.unlink(missing_ok=True)
-    for row in verdicts(rows, broken):
-        append(new, row)
-    new.replace(path)
 
 
 def _line(row: MeasureRow) -> str:

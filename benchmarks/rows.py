@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any, Literal, TypeVar
 import typer
 
 from benchmarks.environment import Environment
+from tilegen.disk import write_whole
 from tilegen.errors import Unsupported
 from tilegen.kernels.config import TileConfig
 
@@ -94,15 +96,16 @@ def append(path: Path, row: Any) -> None:
 
 
 def write(path: Path, rows: Sequence[Any]) -> None:
-    """Write a result file anew, from rows of one kind; without rows no file is left."""
+    """Write a result file anew and whole, from rows of one kind; without rows no file is left."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)
     if not rows:
+        path.unlink(missing_ok=True)
         return
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, columns(type(rows[0])), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(map(_line, rows))
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, columns(type(rows[0])), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(map(_line, rows))
+    write_whole(path, text.getvalue().encode())
 
 
 def read(path: Path) -> list[dict[str, str]]:
