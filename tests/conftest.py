@@ -11,7 +11,7 @@ Folders are spread over all cores by pytest-xdist, where it is installed.
 | gluon        | Triton, no GPU   | yes                                                 |
 | compiler     | Triton, LLVM     | yes                                                 |
 | compiled     | Triton, LLVM     | yes                                                 |
-| interpret    | Triton, no GPU   | through test_interpret.py, in a process of its own  |
+| interpret    | Triton, no GPU   | no: TRITON_INTERPRET=1 pytest tests/interpret       |
 | gpu          | a CUDA device    | yes; if there is none, rehearsed by rehearsal.py |
 
 explaining, theory and benchmarks are as pure, and about one thing each.
@@ -98,7 +98,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not INTERPRETING and any(path.is_relative_to(TESTS / "interpret") for path in asked_for):
         raise pytest.UsageError(
             "tests/interpret needs TRITON_INTERPRET=1 before triton is first imported; "
-            "run TRITON_INTERPRET=1 pytest tests/interpret, or pytest tests/test_interpret.py"
+            "run TRITON_INTERPRET=1 pytest tests/interpret"
         )
 
 
