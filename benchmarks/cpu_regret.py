@@ -1,7 +1,7 @@
 """Regret of the model's tiles on a processor: every tile of 36 kernels timed, the choice judged.
 
     python -m benchmarks.cpu_regret sweep --minutes 25
-    python -m benchmarks.cpu_regret judge|fit|ship
+    python -m benchmarks.cpu_regret judge|fit|cross|ship
 
 `sweep` times all tiles of each kernel in turns with the choice without records, on one thread, and
 appends them to recordings that `python -m benchmarks.tuner_quality` reads:
@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import permutations, zip_longest
 from pathlib import Path
 from typing import Annotated
 
@@ -32,6 +32,7 @@ from benchmarks.rows import in_time, keep, same_values
 from benchmarks.rows import read as read_rows
 from tilegen.choose.on_cpu import chosen_config, space, tuned_space, usual_config
 from tilegen.cpus.host import current_cpu
+from tilegen.cpus.spec import CpuSpec, catalogue
 from tilegen.kernels.config import TileConfig
 from tilegen.model.cpu_time import LAUNCH_SECONDS, TERMS, UNFITTED, terms_of
 from tilegen.problem import AttentionProblem
@@ -121,11 +122,12 @@ class RegretRow(Environment):
     """Regret of the slowest tile in the sweep."""
 
 
-def tasks() -> list[KernelTask]:
-    """Return the kernels and problems of the study, passes and dtypes in turn."""
+def tasks(device: CpuSpec | None = None) -> list[KernelTask]:
+    """Return the kernels and problems of the study, passes and dtypes in turn, for a processor or
+    this machine's."""
     columns = [
         [
-            KernelTask.of(kernel, AttentionProblem.parse(text).bucket, current_cpu())
+            KernelTask.of(kernel, AttentionProblem.parse(text).bucket, device or current_cpu())
             for text in texts.strip().splitlines()
         ]
         for kernel, texts in KERNELS.items()
@@ -133,9 +135,9 @@ def tasks() -> list[KernelTask]:
     return [task for row in zip_longest(*columns) for task in row if task]
 
 
-def recorded() -> Iterator[tuple[KernelTask, Recording]]:
-    """Yield the kernels that have been swept."""
-    for task in tasks():
+def recorded(device: CpuSpec | None = None) -> Iterator[tuple[KernelTask, Recording]]:
+    """Yield the kernels that have been swept on a processor, or on this machine's."""
+    for task in tasks(device):
         if path_of(task).is_file():
             yield task, read(path_of(task))
 
@@ -278,13 +280,7 @@ def fit() -> None:
     Beside them: the mean error of a predicted time, and the regrets of choices by weights that were
     fitted without the problem of the choice.
     """
-    groups: dict[tuple[str, str], list[Table]] = {}
-    for task, recording in recorded():
-        paired = task.problem.dtype == "bf16" and current_cpu().pairs
-        if not task.spec.packs:
-            kind = task.direction, "pairs" if paired else "fp32"
-            groups.setdefault(kind, []).append(_table(task, recording))
-    for (direction, kind), tables in groups.items():
+    for (direction, kind), tables in _tables(current_cpu()).items():
         weights = _least_squares(tables)
         errors = np.concatenate([np.abs(terms @ weights / times - 1) for terms, times in tables])
         print("[[weights]]", f'pass = "{direction}"', f'operands = "{kind}"', sep="\n")
@@ -301,6 +297,32 @@ def fit() -> None:
             f"fitted without the problem: median {statistics.median(regrets):.1%}, "
             f"worst {max(regrets):.1%}\n"
         )
+
+
+@app.command()
+def cross() -> None:
+    """Fit the weights to the sweeps on each processor, and judge the choices by them on every
+    other: a line of regrets for each pass. Only products in fp32 are on all processors."""
+    swept = {path.parent.name for path in RESULTS.glob("*/exhaustive")}
+    tables = {spec.name: _tables(spec) for spec in catalogue() if spec.name in swept}
+    print("fitted,judged,pass,problems,median_regret,worst_regret")
+    for fitted, judged in permutations(tables, 2):
+        for direction in ("forward", "backward"):
+            weights = _least_squares(tables[fitted][direction, "fp32"])
+            regrets = [_regret(*table, weights) for table in tables[judged][direction, "fp32"]]
+            worst = f"{statistics.median(regrets):.3f},{max(regrets):.3f}"
+            print(f"{fitted},{judged},{direction},{len(regrets)},{worst}")
+
+
+def _tables(device: CpuSpec) -> dict[tuple[str, str], list[Table]]:
+    """Return the table of each kernel that was swept on a processor, by pass and products."""
+    tables: dict[tuple[str, str], list[Table]] = {}
+    for task, recording in recorded(device):
+        if not task.spec.packs:
+            paired = task.problem.dtype == "bf16" and device.pairs
+            kind = task.direction, "pairs" if paired else "fp32"
+            tables.setdefault(kind, []).append(_table(task, recording))
+    return tables
 
 
 def _table(task: KernelTask, recording: Recording) -> Table:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import tilegen
+from benchmarks import cpu_regret
 from benchmarks.recordings import Recording, read
 from tilegen import pipeline
 from tilegen.choose.on_cpu import (
@@ -39,14 +40,13 @@ def swept(processor: str) -> list[Path]:
 
 
 def was_whole(path: Path) -> bool:
-    """Check whether products compute whole tiles today, as they did on all tiles when the sweeps on
-    the Zen 5 were timed."""
+    """Check whether no product stops within a tile."""
     mask = read(path).session.problem.mask
     return mask.is_full or mask.window is None
 
 
-SWEPT = [path for path in swept("zen5") if was_whole(path)]
-"""Sweeps on the processor to which the weights are fitted."""
+SWEPT = swept("zen5")
+"""Sweeps on the kind of processor to which the weights are fitted."""
 
 
 def task(text: str, kernel: str = "fwd", device: str = "zen5") -> KernelTask:
@@ -75,7 +75,7 @@ def test_the_median_regret_is_below_two_per_cent() -> None:
         recording = read(path)
         times = recording.times()
         regrets.append(times[chosen_config(task_of(recording))] / min(times.values()) - 1)
-    assert len(regrets) == 18
+    assert len(regrets) == 36
     assert statistics.median(regrets) < 0.02
 
 
@@ -94,16 +94,28 @@ def test_choices_on_a_processor_without_a_share_in_the_weights() -> None:
     assert max(regrets[True]) < 0.2
 
 
+@pytest.mark.slow
+def test_committed_regrets_between_processors(capsys: pytest.CaptureFixture[str]) -> None:
+    cpu_regret.cross()
+    assert capsys.readouterr().out == (RESULTS / "cpu/cross.csv").read_text()
+
+
 def test_predicted_times_are_near_those_of_the_sweeps() -> None:
+    """Beside each other; all times together may be those of a faster machine of the kind."""
     errors: list[float] = []
     for path in SWEPT:
         recording = read(path)
         if recording.session.kernel == "fwd_split":
             continue
-        for config, us in recording.times().items():
-            errors.append(abs(1e6 * seconds_of(task_of(recording).tiled(config)) / us - 1))
+        ratios = [
+            1e6 * seconds_of(task_of(recording).tiled(config)) / us
+            for config, us in recording.times().items()
+        ]
+        usual = statistics.median(ratios)
+        assert 0.9 < usual < 1.3
+        errors += [abs(ratio / usual - 1) for ratio in ratios]
     assert statistics.mean(errors) < 0.05
-    assert max(errors) < 0.35
+    assert max(errors) < 0.45
 
 
 def test_a_choice_does_not_depend_on_threads() -> None:
