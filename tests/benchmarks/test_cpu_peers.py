@@ -98,6 +98,15 @@ def test_masks_of_cases() -> None:
         assert torch.equal(keep, wanted)
 
 
+def test_flex_attention_is_compiled_for_every_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch compiles a function for eight shapes only, and then runs FlexAttention unfused."""
+    forgotten: list[bool] = []
+    monkeypatch.setattr(torch.compiler, "reset", lambda: forgotten.append(True))
+    for problem in SMALL:
+        PEERS["FlexAttention"].make(cpu_peers.case_of(problem))
+    assert len(forgotten) == len(SMALL)
+
+
 def test_the_pages_have_the_summaries_of_the_result_files() -> None:
     """Tables of both processors, losses in turns with vLLM alone, and the least ratios."""
     page = (RESULTS.parent / "README.md").read_text(encoding="utf-8")
