@@ -1,4 +1,4 @@
-"""CPU time of a warm call of `attention` up to the driver, part by part, beside SDPA.
+"""CPU time of a warm call of `attention` up to the driver, beside SDPA.
 
 Triton and its compiler are real and only the driver is a stand-in, so no GPU is needed. Tensors are
 on the CPU, where PyTorch allocates as fast as from a GPU's cache. SDPA computes one row of one
@@ -29,13 +29,8 @@ from tilegen.choose.choice import Shortlist
 from tilegen.emit import kernel_files
 from tilegen.environment import current
 from tilegen.kernels.config import Kernel, TileConfig
-from tilegen.kernels.panels import Launch
-from tilegen.launch.changes import Changes
-from tilegen.launch.kernels import Kernels
 from tilegen.operators.call import crossing
-from tilegen.problem import AttentionProblem
 from tilegen.runtime import paged_call, plans
-from tilegen.runtime.call import call_key, facts_of
 from tilegen.task import KernelTask
 
 BASELINE = "SDPA of one row"
@@ -123,51 +118,6 @@ def differentiated(
     return lambda: torch.autograd.grad(call(), leaves, dout)
 
 
-def parts() -> dict[str, Callable[[], object]]:
-    """Return the parts of a forward, each alone; its kernels must have been loaded."""
-    q, k, v = (torch.zeros(1, HEADS, ROWS, HEAD_DIM) for _ in "qkv")
-    changes = Changes(tilegen.causal())
-    attention(q, k, v, mask=changes.mask)
-    known: BoundedCache[Any, int] = BoundedCache(9)
-    key = call_key(facts_of(q, k, v, changes))
-    known.get(key, lambda: 1)
-    trained = q.clone().requires_grad_()
-    launch = _launch(q.device)
-    made = launch(q, k, v, 0.125)
-    empty = [
-        partial(torch.empty_strided, one.size(), one.stride(), dtype=one.dtype, device=one.device)
-        for one in made
-    ]
-    return {
-        "facts": lambda: facts_of(q, k, v, changes),
-        "key": lambda: call_key(facts_of(q, k, v, changes)),
-        "plan": lambda: known.known(key),
-        "launch": lambda: launch(q, k, v, 0.125),
-        "launch: allocation": lambda: [make() for make in empty],
-        "autograd": lambda: _Nothing.apply(trained, k, v, *made),
-    }
-
-
-def _launch(device: torch.device) -> Launch:
-    """Return the launch of the forward kernel."""
-    problem = AttentionProblem.parse(f"hq{HEADS} q{ROWS} d{HEAD_DIM} fp32 causal")
-    return Kernels(problem.bucket, device, True).load("forward").launches["fwd"]
-
-
-class _Nothing(torch.autograd.Function):
-    """A differentiable function that does nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.save_for_backward(*tensors)
-        ctx.set_materialize_grads(False)
-        return tuple(one.view_as(one) for one in tensors[3:])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, ...]:
-        return (None,) * 5
-
-
 @contextmanager
 def as_on_a_gpu(*, notes: bool = False) -> Generator[StandInDriver]:
     """Send CPU tensors the way of GPU tensors, up to a stand-in for the driver."""
@@ -213,8 +163,7 @@ def microseconds(*functions: Callable[[], object], calls: int, repeats: int) -> 
 
 
 def measured(*, calls: int, repeats: int) -> Generator[tuple[str, float, str, float]]:
-    """Yield (name, microseconds, name and microseconds of the comparison): each kind of call, then
-    each part of a forward."""
+    """Yield (name, microseconds, name and microseconds of the comparison) of each kind of call."""
     measure = partial(microseconds, calls=calls, repeats=repeats)
     with as_on_a_gpu():
         named, row = kinds(), torch.zeros(1, 1, 1, 8)
@@ -236,6 +185,3 @@ def measured(*, calls: int, repeats: int) -> Generator[tuple[str, float, str, fl
                 if name.startswith(start):
                     whole = times[list(named).index("full")]
                     yield f"attention() up to the driver, {name}", microseconds_, plain_call, whole
-        alone = parts()
-        for name, microseconds_ in zip(alone, measure(*alone.values()), strict=True):
-            yield f"part of a forward: {name}", microseconds_, BASELINE, plain

@@ -70,7 +70,7 @@ def imports() -> Iterator[Number]:
 
 
 def calling() -> Iterator[Number]:
-    """CPU time of `attention` up to the driver, and of its parts, beside PyTorch's attention."""
+    """CPU time of `attention` up to the driver, beside PyTorch's attention."""
     from benchmarks.call_cost import measured
 
     for name, value, baseline, of_baseline in measured(calls=CALLS, repeats=TURNS):
