@@ -42,6 +42,40 @@ assert not heavy, heavy
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs the mmap of Linux")
+def test_a_kernel_is_linked_where_free_memory_is_in_pieces(tmp_path: Path) -> None:
+    """Between code and constants that are placed apart could lie a tensor of 2 GiB or more, which
+    no offset of 32 bits spans."""
+    code = """
+import ctypes, torch, tilegen
+libc = ctypes.CDLL(None)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+def reserve(size):
+    nothing, private, anonymous, not_counted = 0, 2, 32, 0x4000
+    return libc.mmap(None, size, nothing, private | anonymous | not_counted, -1, 0)
+
+q = torch.randn(1, 2, 40, 16)
+tilegen.attention(q, q, q)  # what else is loaded has its place before
+for _ in range(60000):  # the system takes the highest gap that is large enough
+    reserve(4 * 4096)
+pages = [reserve(4096) for _ in range(100000)]
+large = reserve(2**33)
+for size in (4 * 4096, 2 * 4096):
+    while reserve(size) > large:
+        pass
+for page in pages[-40::2]:
+    libc.munmap(page, 4096)
+expected = torch.nn.functional.scaled_dot_product_attention(*[q[..., :8].double()] * 3)
+out = tilegen.attention(*[q[..., :8].contiguous()] * 3)
+assert (out - expected).abs().max() < 1e-5
+"""
+    own = {**os.environ, "TILEGEN_CACHE_DIR": str(tmp_path), "TILEGEN_CPU": ""}
+    subprocess.run([sys.executable, "-c", code], env=own, check=True)
+
+
 @INTERPRETS
 def test_a_kernel_on_disk_is_used_without_rendering(tmp_path: Path) -> None:
     """With a record, the model and SymPy are not loaded; with the emitted file, nor is Jinja."""

@@ -132,7 +132,8 @@ def _linker() -> Any:
     import llvmlite.binding as llvm
 
     machine = llvm.Target.from_default_triple().create_target_machine(jit=True)
-    return llvm.create_lljit_compiler(machine)
+    # LLVM's other linker may place code and constants further apart than offsets of 32 bits reach.
+    return llvm.create_lljit_compiler(machine, use_jit_link=True)
 
 
 def driver(lowered: Lowered, work: str = "work", launch: str = "launch") -> str:
