@@ -16,6 +16,6 @@ def test_breaks_have_names_of_their_own() -> None:
 
 @pytest.mark.slow
 def test_a_break_is_noticed_and_a_harmless_change_is_not() -> None:
-    old, tests = "if int(cu[-1]) > length:", "test_values.py"
+    old, tests = "if int(cu[-1]) > length:", "masks/test_values.py"
     assert noticed(Break("pure", "wrong", "masks/packed", old, f"{old[:-1]} + 1:", tests))
     assert not noticed(Break("pure", "harmless", "masks/packed", old, f"{old[:-1]} + 0:", tests))
