@@ -215,3 +215,13 @@ def test_timed_kernels_drop_weights_too(kernel: Kernel) -> None:
     problem = AttentionProblem.parse("hq2 hkv1 q40 kv70 d32 fp16 causal dropout")
     config = {**WHOLE, **sliced.SMALL_CACHE}[kernel]
     Timed.of(KernelTask.of(kernel, problem, tilegen.gpu("h200")), "cpu").runs(config)()
+
+
+@pytest.mark.parametrize("rows", [1, 3, 9])
+def test_few_queries_drop(rows: int) -> None:
+    q, k = torch.zeros(1, 2, rows, 16), torch.zeros(1, 2, 40, 16)
+    v = torch.ones(1, 2, 40, 16)
+    out = tilegen.attention(q, k, v, dropout_p=0.5)
+    kept = out * 40 * 0.5  # equal weights, so that this is a count
+    torch.testing.assert_close(kept, kept.round(), atol=1e-4, rtol=0)
+    assert 0 < float(kept.mean()) < 40

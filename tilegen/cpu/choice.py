@@ -68,7 +68,8 @@ def _shares_keys(problem: AttentionProblem) -> bool:
 def config_by_rule(problem: AttentionProblem, kernel: Kernel) -> TileConfig:
     """Return the config of a kernel for a bucket's problem."""
     spec, config = KERNELS[kernel], cpu_config(problem, kernel)
-    if spec == FWD and problem.seqlen_q < FEW_ROWS:
+    # Dropout is drawn for blocks of 16 rows.
+    if spec == FWD and problem.seqlen_q < FEW_ROWS and not problem.dropout:
         most = min(config.block_n, problem.seqlen_kv)
         keys = _thin_keys(problem, problem.seqlen_q, most)
         return replace(config, block_m=problem.seqlen_q, block_n=keys)
