@@ -181,7 +181,6 @@ def test_heads_of_a_group_share_keys_if_queries_are_few_and_keys_many(
         ("hq8 q1 kv16 d64 fp32 full", (1, 16)),
         ("hq8 q1 kv400 d64 fp32 full", (1, 64)),
         ("hq8 q3 kv200 d64 fp32 causal", (4, 32)),
-        ("hq32 hkv8 q1 kv200 d128 bf16 full dropout", (1, 64)),
     ],
 )
 def test_a_tile_of_few_queries_on_few_keys_has_no_other_rows(
