@@ -50,7 +50,7 @@ class Number(Environment):
     value: float
     unit: str
     baseline: str
-    """What the ratio compares with; empty: nothing."""
+    """The call that `ratio` divides by; empty without a ratio."""
     ratio: float | None
     """Value over baseline."""
 

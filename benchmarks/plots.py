@@ -1,4 +1,4 @@
-"""What the figures of all benchmarks share: colours, and files that repeat byte for byte."""
+"""Colours of the figures of all benchmarks, and files that are equal byte for byte each time."""
 
 # matplotlib is typed only in part:
 # pyright: reportUnknownMemberType=false

@@ -216,7 +216,7 @@ WINDOW = {"sliding_window": 4}
 
 @dataclass(frozen=True)
 class TinyModel:
-    """How a model is made: its class, its configuration, and options of both."""
+    """A model to construct: its class, its configuration, and options of both."""
 
     name: str
     config: dict[str, Any] = field(default_factory=dict)

@@ -138,7 +138,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Rule:
-    """How a field of a dataclass is read from JSON, and written."""
+    """The reader and the writer of a field of a dataclass in JSON."""
 
     read: Callable[[Fields, str], Any]
     """Check the field of a name; raises InvalidRecord."""

@@ -41,7 +41,7 @@ HARMLESS = (IDLE, "applications_clocks_setting", "sw_power_cap")
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """What surrounded a measurement; what is None is unknown."""
+    """The clock, the power limit and other processes during a measurement. None is unknown."""
 
     clock_mhz: int | None = None
     """Clock of the SMs while repeats ran, the median of readings [MHz]."""

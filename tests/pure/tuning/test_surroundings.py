@@ -1,4 +1,5 @@
-"""What surrounds a measurement, read from a stand-in of NVML and from files of the system."""
+"""Surroundings of a measurement: a GPU's from a stand-in of NVML, a processor's from files of the
+system."""
 
 from __future__ import annotations
 
