@@ -135,7 +135,12 @@ class Nodes:
 
     def drive(self, *words: str, grace: float = 60.0, cache: str = "driver") -> Driver:
         """Start `tilegen tune --ray` with a cache of its own."""
-        code = f"import tilegen.tuning.on_ray as on_ray\non_ray.GRACE_SECONDS = {grace}\n{TILEGEN}"
+        code = f"""
+import signal
+import tilegen.tuning.on_ray as on_ray
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background ignores
+on_ray.GRACE_SECONDS = {grace}
+{TILEGEN}"""
         command = [sys.executable, "-c", code, "--verbose", "tune", "--ray", self.address, *words]
         log = self.folder / f"driver-{len(self._drivers)}.log"
         with log.open("w") as file:
